@@ -1,0 +1,66 @@
+"""Failures as typed data. A user's mistake exits 2 and says what to change; a bad rollout is a row with a
+reason; everything else is a bug and crashes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class HeadwayError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+
+class UserError(HeadwayError):
+    """Something that the person at the terminal can change. The command line prints it and exits 2."""
+
+
+class ConfigError(UserError):
+    """A configuration value that is unknown, out of range, or at odds with another."""
+
+
+class DataError(UserError):
+    """A dataset or model folder that is missing, empty, or does not hold what it should."""
+
+
+class ClusterError(UserError):
+    """The cluster cannot hold what the configuration asks for."""
+
+
+class SchemaError(HeadwayError):
+    """A rollout table that does not follow the schema, or follows one that this version cannot read."""
+
+
+class RolloutFailed(HeadwayError):
+    """One group could not be generated or scored. `reason` is a short label, used as a metric label."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}" if self.detail else self.reason
+
+
+class WeightUpdateFailed(HeadwayError):
+    """An engine did not take a complete, verified weight version; it must not serve until it does."""
+
+
+class Starved(HeadwayError):
+    """A wait passed its deadline. The message says who waited for whom and for how long."""
+
+
+class Closed(HeadwayError):
+    """The run is shutting down; whoever waited is released with this."""
+
+
+@contextmanager
+def boundary(reason: str) -> Iterator[None]:
+    """Turns any failure inside into `RolloutFailed(reason)`, so that outside code meets one type."""
+    try:
+        yield
+    except HeadwayError:
+        raise
+    except Exception as error:
+        raise RolloutFailed(reason, f"{type(error).__name__}: {error}") from error
