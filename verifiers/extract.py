@@ -1,0 +1,155 @@
+"""Finding the answer in a response: the reasoning ends first, then the last box counts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from headway.verifiers.numbers import last_number
+
+_THINK = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_SIDE_BY_SIDE = re.compile(r"(?:[\s,;.$/|]|\\[,;:]|\\\(|\\\)|\\quad|\\text\s*\{\s*(?:or|and)\s*\}|\b(?:or|and)\b)*", re.IGNORECASE)
+_HASHES = re.compile(r"^[ \t]*####(?!#)(.*)$", re.MULTILINE)
+_ANSWER_IS = re.compile(r"\banswer[*_ \t]{0,4}(?:\bis\b|\bequals\b|[:=])([^\n]*)", re.IGNORECASE)
+_STATEMENT_END = re.compile(r"(?<=[\w)}\]%*$])[.!?;](?:\s|$)|,\s(?:so|since|because|as|which)\b")
+_BOLD = re.compile(r"\*\*(?=[^\s*])([^*]+)\*\*")
+_MATH = re.compile(r"\$([^$]+)\$|\\\(((?:[^\\]|\\[^()])+)\\\)")
+_MAX_LINE = 4000
+"""Characters at the end of the last line in which an unmarked answer is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where the answer was: `text` None means that there is none."""
+
+    text: str | None
+    candidates: int = 1
+    """Number of different boxes side by side that `text` joins with commas."""
+
+
+def after_reasoning(response: str) -> str | None:
+    """The part of a response behind its last closing think tag; None when a think tag is still open.
+
+    A response without tags, or with a closing tag only (the chat template opened it), is handled alike.
+    """
+    end = 0
+    is_open = False
+    for tag in _THINK.finditer(response):
+        is_open = not tag.group(1)
+        end = tag.end()
+    return None if is_open else response[end:]
+
+
+def closing_brace(text: str, start: int) -> int:
+    """Index of the brace that closes the one at `start`, or -1. Escaped braces do not count."""
+    depth = 0
+    position = start
+    while position < len(text):
+        match text[position]:
+            case "\\":
+                position += 1
+            case "{":
+                depth += 1
+            case "}":
+                depth -= 1
+                if depth == 0:
+                    return position
+        position += 1
+    return -1
+
+
+def boxes(text: str) -> list[tuple[int, int, str]] | None:
+    """(start, end, content) of every outermost box, in order; None when the last one is unfinished or empty."""
+    found: list[tuple[int, int, str]] = []
+    position = 0
+    while opening := _BOX.search(text, position):
+        end = closing_brace(text, opening.end() - 1)
+        if end < 0:  # all later text is inside the unfinished box
+            return None
+        found.append((opening.start(), end + 1, text[opening.end() : end].strip()))
+        position = end + 1
+    if found and not found[-1][2]:
+        return None
+    return found
+
+
+def boxed(text: str) -> Found | None:
+    """The last box, joined with different ones that stand right before it; None when the text has no box."""
+    found = boxes(text)
+    if found is None:
+        return Found(None)
+    if not found:
+        return None
+    contents = [found[-1][2]]
+    for (_, end, content), (start, _, _) in zip(found[-2::-1], found[:0:-1], strict=True):
+        if not _SIDE_BY_SIDE.fullmatch(text, end, start):
+            break
+        if content and content not in contents:
+            contents.insert(0, content)
+    answer = ", ".join(contents)
+    while (inner := _BOX.match(answer)) and closing_brace(answer, inner.end() - 1) == len(answer) - 1:
+        answer = answer[inner.end() : -1].strip()
+    return Found(answer or None, len(contents))
+
+
+def final_answer(response: str) -> Found:
+    """The answer of a response to a mathematical task: the last box after the reasoning, and only where there is
+    no box at all an explicit final statement (`#### X`, "the answer is X", or the end of the last line)."""
+    text = after_reasoning(response)
+    if text is None:
+        return Found(None)
+    if (box := boxed(text)) is not None:
+        return box
+    if hashes := _hashes(text):
+        return Found(hashes)
+    statements = (_statement(rest) for rest in reversed(_ANSWER_IS.findall(text)))
+    if statement := next(filter(None, statements), None):
+        return Found(statement)
+    return Found(_end_of_last_line(text))
+
+
+def gold_answer(gold: str) -> str | None:
+    """The answer in a gold, which may hold a whole worked solution; None when it has an unfinished box."""
+    if (box := boxed(gold)) is not None:
+        return box.text
+    return _hashes(gold) or gold.strip() or None
+
+
+def tagged_answer(response: str) -> str | None:
+    """The last `<answer>…</answer>` after the reasoning, else the last box, else the last non-empty line."""
+    text = after_reasoning(response)
+    if text is None:
+        return None
+    if tags := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL | re.IGNORECASE):
+        return tags[-1].strip()
+    if (box := boxed(text)) is not None:
+        return box.text
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else None
+
+
+def _hashes(text: str) -> str | None:
+    """What follows the last `####`."""
+    lines = [line.strip() for line in _HASHES.findall(text)]
+    return lines[-1] or None if lines else None
+
+
+def _statement(rest: str) -> str:
+    """The answer at the start of what follows "the answer is"."""
+    rest = rest[:_MAX_LINE].strip(" \t:")
+    for pattern in (_BOLD, _MATH):
+        if match := pattern.match(rest):
+            return next(filter(None, match.groups())).strip()
+    return _STATEMENT_END.split(rest, maxsplit=1)[0].strip(" \t*_$")
+
+
+def _end_of_last_line(text: str) -> str | None:
+    """The bold number, else the right-hand side of the last formula, else the last number of the last line."""
+    line = text.strip().rpartition("\n")[2][-_MAX_LINE:]
+    bold = _BOLD.findall(line)
+    if bold and any(character.isdigit() for character in bold[-1]):
+        return bold[-1].strip()
+    if math := [first or second for first, second in _MATH.findall(line)]:
+        return re.split(r"(?<![<>!])=", math[-1])[-1].strip() or None
+    return last_number(line)

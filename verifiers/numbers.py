@@ -1,0 +1,119 @@
+"""Numbers as people and models write them, read exactly."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+
+MAX_DIGITS = 4000
+"""Longer numbers, and powers of ten beyond it, are not read as numbers."""
+
+_SPACES = dict.fromkeys(map(ord, "\u2009\u202f\u00a0\u2007\u2008\u200a\u2006\u2005"), "\u2009")
+_SIGNS = dict.fromkeys(map(ord, "−–—‒﹣－"), "-") | dict.fromkeys(map(ord, "﹢＋"), "+")
+_INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u2062\u2063"), "")
+_TABLE = _SPACES | _SIGNS | _INVISIBLE
+
+_GROUP = r"(?:,|\{,\}|\\,|\u2009|\\ |\\!|')"
+_INTEGER = rf"(?:\d{{1,3}}(?:{_GROUP}\d{{3}})+(?!\d)|\d+)"
+_DECIMAL = rf"(?:{_INTEGER}(?:\.\d*)?|\.\d+)"
+_EXPONENT = r"(?:[eE][+-]?\d{1,5}(?![\d.])|\s*(?:\\times|\\cdot|×|\*)\s*10\s*(?:\^|\*\*)\s*(?:\{\s*[+-]?\d{1,5}\s*\}|[+-]?\d{1,5}(?!\d)))"
+_FRACTION = r"\\[dtc]?frac\s*(?:\{\s*-?\d+\s*\}\s*\{\s*\d+\s*\}|\d\s*\d(?!\d))"
+_SLASH = r"\d+\s*/\s*\d+"
+_NUMBER = re.compile(
+    rf"(?P<sign>[+-]?)\s*(?:(?P<whole>\d+)?\s*(?P<fraction>{_FRACTION})|(?:(?P<mixed>\d+)\s+)?(?P<slash>{_SLASH})"
+    rf"|(?P<decimal>{_DECIMAL})(?P<exponent>{_EXPONENT})?)"
+)
+_PLAIN = re.compile(r"[+-]?\d{1,18}")
+_REPEATING = re.compile(r"(?P<sign>[+-]?)(?P<whole>\d*)\.(?P<fixed>\d*)\\(?:overline|bar|dot)\s*\{?(?P<period>\d+)\}?")
+_LAST = re.compile(
+    rf"(?<![A-Za-z0-9_^.])(?:{_FRACTION}|{_SLASH}(?![\d/])|{_DECIMAL}(?:{_EXPONENT})?)"
+)
+
+
+def plain(text: str) -> str:
+    """Text with every Unicode digit, minus sign and grouping space in one form."""
+    if text.isascii():
+        return text
+    text = text.translate(_TABLE)
+    return "".join(_digit(character) for character in text)
+
+
+def _digit(character: str) -> str:
+    if character.isascii() or unicodedata.category(character) != "Nd":
+        return character
+    return str(unicodedata.decimal(character))
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The exact value of a text that is one number and nothing else; None for anything else.
+
+    Reads digits with grouping (1,234 or 1\\,234), decimals, powers of ten (1.5e3, 1.5 \\times 10^{3}), fractions
+    (3/4, \\frac{3}{4}), mixed numbers (11 5/6) and repeating decimals (0.\\overline{3}).
+    """
+    text = plain(text).strip()
+    if _PLAIN.fullmatch(text):
+        return Fraction(int(text))
+    if len(text) > MAX_DIGITS:
+        return None
+    if match := _REPEATING.fullmatch(text):
+        return _repeating(match)
+    match = _NUMBER.fullmatch(text)
+    return _value(match) if match else None
+
+
+def last_number(text: str) -> str | None:
+    """The last number in a running text, as written; exponents and indices are no numbers."""
+    text = plain(text).replace("\\$", "$").replace("*", " ")
+    last = None
+    for last in _LAST.finditer(text):  # noqa: B007
+        pass
+    if last is None:
+        return None
+    return _sign_before(text, last.start()) + last.group().rstrip(".")
+
+
+def _sign_before(text: str, start: int) -> str:
+    """A minus belongs to the number unless something that could be an operand stands before it."""
+    before = text[:start].rstrip("$ \u2009") if text[start - 1 : start] == "$" else text[:start]
+    if not before.endswith("-"):
+        return ""
+    left = before[:-1]
+    if left[-1:].isalnum() or left.endswith("-"):
+        return ""
+    return "" if left.rstrip()[-1:] in set("0123456789)}]") and left.rstrip()[-1:] else "-"
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    sign = -1 if match["sign"] == "-" else 1
+    if part := match["fraction"] or match["slash"]:
+        numerator, denominator = _numerator_denominator(part)
+        if denominator == 0:
+            return None
+        whole = match["whole"] or match["mixed"]
+        if whole is not None and not 0 <= numerator < denominator:
+            return None
+        return sign * (int(whole or 0) + Fraction(numerator, denominator))
+    digits = re.sub(r"[^\d.]", "", match["decimal"])
+    value = Fraction(f"{digits}0" if digits.endswith(".") else digits)
+    if match["exponent"]:
+        power = int(re.sub(r".*?([+-]?\d+)[\s}]*$", r"\1", match["exponent"]))
+        if abs(power) > MAX_DIGITS:
+            return None
+        value *= Fraction(10) ** power
+    return sign * value
+
+
+def _numerator_denominator(part: str) -> tuple[int, int]:
+    numbers = re.findall(r"-?\d+", part)
+    if len(numbers) == 1:  # \frac12
+        numbers = list(numbers[0])
+    return int(numbers[0]), int(numbers[1])
+
+
+def _repeating(match: re.Match[str]) -> Fraction:
+    """0.1\\overline{6} = (16 - 1) / 90."""
+    fixed, period = match["fixed"], match["period"]
+    nines = (10 ** len(period) - 1) * 10 ** len(fixed)
+    value = int(match["whole"] or 0) + Fraction(int(fixed + period) - int(fixed or 0), nines)
+    return -value if match["sign"] == "-" else value
