@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from headway.core import rollouts
 from headway.core.config import Config
-from headway.core.errors import DataError, RolloutFailed, WeightUpdateFailed
+from headway.core.errors import DataError, EngineDead, RolloutFailed, WeightUpdateFailed
 from headway.core.metrics import Recorder, Update
 from headway.core.prompts import Prompt
 from headway.core.weights import Manifest
@@ -68,6 +68,7 @@ class GenerationActor:
         from transformers import AutoTokenizer
         from vllm import AsyncEngineArgs
         from vllm.config import WeightTransferConfig
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from headway.actors import generation_transport as transport
@@ -84,6 +85,9 @@ class GenerationActor:
                 enforce_eager=True,
                 max_model_len=config.generation.max_model_len,
                 max_num_seqs=config.generation.max_concurrent_requests,
+                # A seeded request whose prefill is split rewinds its generator, which CPU generators cannot do.
+                enable_chunked_prefill=False if current_platform.is_cpu() else None,
+                max_num_batched_tokens=max(2048, config.generation.max_model_len or 0) if current_platform.is_cpu() else None,
                 gpu_memory_utilization=config.generation.gpu_memory_utilization,
                 enable_prefix_caching=config.generation.prefix_caching,
                 skip_tokenizer_init=True,
@@ -102,8 +106,13 @@ class GenerationActor:
         Raises `WeightUpdateFailed` when bytes arrived wrong (the old version goes on serving) or the load failed
         (the engine serves nothing until a later update succeeds).
         """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         async with self._updating:
-            return await self._update(manifest, buckets)
+            try:
+                return await self._update(manifest, buckets)
+            except EngineDeadError as error:
+                raise EngineDead(f"engine {self._replica}") from error
 
     async def _update(self, manifest: Manifest, buckets: tuple[np.ndarray, ...]) -> dict[str, float]:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -130,7 +139,7 @@ class GenerationActor:
             await self._engine.update_weight_version(str(manifest.version))
         except WeightUpdateFailed:
             raise
-        except Exception as error:
+        except Exception as error:  # whatever broke, the engine's weights are unknown from here on
             raise WeightUpdateFailed(f"engine {self._replica}, version {manifest.version}: {error}") from error
         loaded = time.monotonic()
         self._version, self._broken = manifest.version, ""
@@ -150,10 +159,12 @@ class GenerationActor:
 
     async def generate(self, request: GroupRequest) -> pa.Table:
         """Samples one group. Raises `RolloutFailed` when the engine cannot, or not in `deadline_s`."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         started = time.time()
         try:
             async with asyncio.timeout(request.deadline_s):
-                prompt_ids = self.encode(request.prompt)
+                prompt_ids = encode(self._tokenizer, request.prompt, chat_template=self._config.model.chat_template)
                 await self._serving.wait()
                 if self._broken:
                     raise RolloutFailed("generation_failed", self._broken)
@@ -162,6 +173,8 @@ class GenerationActor:
                 )
         except TimeoutError:
             raise RolloutFailed("straggler", f"group {request.group_id} passed {request.deadline_s:.0f} s") from None
+        except EngineDeadError as error:
+            raise EngineDead(f"engine {self._replica}") from error
         finished = time.time()
         self._recorder.inc("headway_generation_tokens_total", sum(len(output.token_ids) for output in outputs))
         return rollouts.build(
@@ -225,25 +238,6 @@ class GenerationActor:
             "timing": {"started": started, "finished": finished, "scored": None},
         }
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, with exactly one BOS where the model has one."""
-        tokenizer = self._tokenizer
-        if self._config.model.chat_template:
-            messages = (
-                [{"role": "user", "content": prompt.content}]
-                if isinstance(prompt.content, str)
-                else [dict(message) for message in prompt.content]
-            )
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            # The template writes the special tokens that the model wants.
-            return tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not isinstance(prompt.content, str):
-            raise DataError(f"prompt {prompt.prompt_id} holds chat messages, but model.chat_template is false")
-        ids = tokenizer(prompt.content, add_special_tokens=False)["input_ids"]
-        bos = tokenizer.bos_token_id
-        wants_bos = bos is not None and tokenizer("", add_special_tokens=True)["input_ids"][:1] == [bos]
-        return [bos, *ids] if wants_bos and ids[:1] != [bos] else ids
-
     async def version(self) -> int | None:
         """Version that new requests are sampled under; None before the first update."""
         return self._version
@@ -261,6 +255,25 @@ class GenerationActor:
         self._shared.unlink(missing_ok=True)
         if hasattr(self, "_engine"):
             self._engine.shutdown()
+
+
+def encode(tokenizer: Any, prompt: Prompt, *, chat_template: bool) -> list[int]:
+    """Token ids of a prompt, with exactly one BOS where the model has one. Raises `DataError`."""
+    if chat_template:
+        messages = (
+            [{"role": "user", "content": prompt.content}]
+            if isinstance(prompt.content, str)
+            else [dict(message) for message in prompt.content]
+        )
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        # The template writes the special tokens that the model wants.
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not isinstance(prompt.content, str):
+        raise DataError(f"prompt {prompt.prompt_id} holds chat messages, but model.chat_template is false")
+    ids = tokenizer(prompt.content, add_special_tokens=False)["input_ids"]
+    bos = tokenizer.bos_token_id
+    wants_bos = bos is not None and tokenizer("", add_special_tokens=True)["input_ids"][:1] == [bos]
+    return [bos, *ids] if wants_bos and ids[:1] != [bos] else ids
 
 
 def eos_token_ids(folder: Path, tokenizer: Any) -> list[int]:

@@ -47,6 +47,10 @@ class WeightUpdateFailed(HeadwayError):
     """An engine did not take a complete, verified weight version; it must not serve until it does."""
 
 
+class EngineDead(HeadwayError):
+    """The engine behind a generation actor is gone; the actor must be replaced and its work issued again."""
+
+
 class Starved(HeadwayError):
     """A wait passed its deadline. The message says who waited for whom and for how long."""
 

@@ -93,6 +93,16 @@ def boxed(text: str) -> Found | None:
     return Found(answer or None, len(contents))
 
 
+def final_text(response: str) -> str | None:
+    """The last box after the reasoning, else an explicit final statement, else the last non-empty line."""
+    text = after_reasoning(response)
+    if text is None:
+        return None
+    if (box := boxed(text)) is not None:
+        return box.text
+    return _explicit(text) or text.strip().rpartition("\n")[2].strip() or None
+
+
 def final_answer(response: str) -> Found:
     """The answer of a response to a mathematical task: the last box after the reasoning, and only where there is
     no box at all an explicit final statement (`#### X`, "the answer is X", or the end of the last line)."""
@@ -101,12 +111,7 @@ def final_answer(response: str) -> Found:
         return Found(None)
     if (box := boxed(text)) is not None:
         return box
-    if hashes := _hashes(text):
-        return Found(hashes)
-    statements = (_statement(rest) for rest in reversed(_ANSWER_IS.findall(text)))
-    if statement := next(filter(None, statements), None):
-        return Found(statement)
-    return Found(_end_of_last_line(text))
+    return Found(_explicit(text) or _end_of_last_line(text))
 
 
 def gold_answer(gold: str) -> str | None:
@@ -127,6 +132,14 @@ def tagged_answer(response: str) -> str | None:
         return box.text
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else None
+
+
+def _explicit(text: str) -> str | None:
+    """What follows the last `####`, else the last "answer is"."""
+    if hashes := _hashes(text):
+        return hashes
+    statements = (_statement(rest) for rest in reversed(_ANSWER_IS.findall(text)))
+    return next(filter(None, statements), None)
 
 
 def _hashes(text: str) -> str | None:

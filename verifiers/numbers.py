@@ -25,9 +25,10 @@ _NUMBER = re.compile(
     rf"|(?P<decimal>{_DECIMAL})(?P<exponent>{_EXPONENT})?)"
 )
 _PLAIN = re.compile(r"[+-]?\d{1,18}")
+_SPACED = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _REPEATING = re.compile(r"(?P<sign>[+-]?)(?P<whole>\d*)\.(?P<fixed>\d*)\\(?:overline|bar|dot)\s*\{?(?P<period>\d+)\}?")
 _LAST = re.compile(
-    rf"(?<![A-Za-z0-9_^.])(?:{_FRACTION}|{_SLASH}(?![\d/])|{_DECIMAL}(?:{_EXPONENT})?)"
+    rf"(?<![A-Za-z0-9_^.])(?<![_^]\{{)(?<![_^]\{{-)(?:{_FRACTION}|{_SLASH}(?![\d/])|{_DECIMAL}(?:{_EXPONENT})?)"
 )
 
 
@@ -56,6 +57,8 @@ def parse_number(text: str) -> Fraction | None:
         return Fraction(int(text))
     if len(text) > MAX_DIGITS:
         return None
+    if _SPACED.fullmatch(text):
+        text = text.replace(" ", "")
     if match := _REPEATING.fullmatch(text):
         return _repeating(match)
     match = _NUMBER.fullmatch(text)
@@ -75,13 +78,14 @@ def last_number(text: str) -> str | None:
 
 def _sign_before(text: str, start: int) -> str:
     """A minus belongs to the number unless something that could be an operand stands before it."""
-    before = text[:start].rstrip("$ \u2009") if text[start - 1 : start] == "$" else text[:start]
+    before = text[:start]
+    if before.endswith("$"):
+        before = before.rstrip("$ \u2009")
     if not before.endswith("-"):
         return ""
     left = before[:-1]
-    if left[-1:].isalnum() or left.endswith("-"):
-        return ""
-    return "" if left.rstrip()[-1:] in set("0123456789)}]") and left.rstrip()[-1:] else "-"
+    operand = left.rstrip()[-1:]
+    return "" if left[-1:].isalnum() or (operand and operand in "0123456789)}]-") else "-"
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

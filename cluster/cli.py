@@ -1,0 +1,143 @@
+"""The command line. Exit codes: 0 done, 1 the run failed, 2 something the user can change, 130 interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from headway.core.config import Config, dump_config, load_config
+from headway.core.errors import HeadwayError, UserError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+console = Console(soft_wrap=True)
+errors = Console(stderr=True, soft_wrap=True)
+
+ConfigPath = Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: section.key=value ...", show_default=False)]
+
+EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
+
+
+@app.callback()
+def headway() -> None:
+    """Asynchronous reinforcement learning for language models on Ray."""
+
+
+@app.command()
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing run folder.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
+) -> None:
+    """Train a model.
+
+    Examples:
+
+    `headway train configs/tiny.yaml`
+
+    `headway train configs/demo.yaml run.steps=40 lag.max_version_lag=4`
+
+    `headway train configs/demo.yaml --resume run.steps=100`
+    """
+    settings = load_config(config, overrides or [])
+    if dry_run:
+        print(dump_config(settings))
+        return
+    raise typer.Exit(_train(settings, resume=resume, overwrite=overwrite))
+
+
+def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
+    from headway.cluster.placement import check_resources, connect
+    from headway.cluster.preflight import preflight
+    from headway.cluster.progress import Progress
+    from headway.cluster.run import Run, prepare_folder
+    from headway.core.prompts import PromptStream
+
+    with Progress(config, console) as progress:
+        checkpoint = prepare_folder(config, resume=resume, overwrite=overwrite)
+        progress.say("checking model, data and golds")
+        checked = preflight(config)
+        config = checked.config
+        config.run_folder.joinpath("config.json").write_text(dump_config(config), encoding="utf-8")
+        progress.header(config, num_prompts=len(checked.prompts), model=str(checked.model_folder))
+        connect(config)
+        check_resources(config)
+        run = Run(
+            config=config,
+            model_folder=checked.model_folder,
+            prompts=PromptStream(checked.prompts, config.run.seed),
+            longest_prompt=checked.longest_prompt,
+            progress=progress,
+            resume_from=checkpoint,
+        )
+        interrupted = asyncio.run(_until_stopped(run))
+    if (config.run_folder / "metrics.jsonl").exists():
+        from headway.cluster.report import write_report
+
+        console.print(f"report: {write_report(config.run_folder)}", highlight=False)
+    if interrupted:
+        console.print(f"stopped at version {run.version}; go on with --resume", highlight=False)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+async def _until_stopped(run: object) -> bool:
+    """Executes the run; the first Ctrl-C ends it after the step in progress, the second at once."""
+    from headway.cluster.run import Run
+
+    assert isinstance(run, Run)
+    task = asyncio.ensure_future(run.execute())
+    interrupted = False
+
+    def on_signal() -> None:
+        nonlocal interrupted
+        if interrupted:
+            task.cancel()
+            return
+        interrupted = True
+        run.progress.say("stopping after this step, with a checkpoint (again to stop at once)")
+        run.request_stop()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not interrupted:
+            raise
+    return interrupted
+
+
+def main() -> None:
+    """Entry point: turns typed errors into one clear message and an exit code."""
+    try:
+        app()
+    except (HeadwayError, BaseExceptionGroup) as error:
+        cause = _first(error)
+        if isinstance(cause, UserError):
+            errors.print(f"[red]error:[/red] {escape(str(cause))}", highlight=False)
+            raise SystemExit(EXIT_USER) from None
+        if isinstance(cause, HeadwayError):
+            errors.print(f"[red]failed:[/red] {escape(str(cause))}", highlight=False)
+            raise SystemExit(EXIT_FAILED) from None
+        raise
+
+
+def _first(error: BaseException) -> BaseException:
+    """The failure inside nested groups, as task groups raise them."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The run's one Prometheus endpoint. Every value lives here, exact, in one process; actors send increments.
+
+Ray's own metrics are not used for this: they rebuild histogram sums from bucket midpoints and drop gauges that
+were not set lately.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from headway.core.metrics import BY_NAME, METRICS, Update
+
+
+class Exporter(Collector):
+    """Holds every series of the metric table, from the start at zero, and serves them over HTTP."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[tuple[str, str], float] = {}
+        self._histograms: dict[tuple[str, str], tuple[list[int], float]] = {}
+        self._server: WSGIServer | None = None
+        for metric in METRICS:
+            for label in metric.values or (() if metric.label else ("",)):
+                if metric.kind == "histogram":
+                    self._histograms[metric.name, label] = ([0] * (len(metric.buckets) + 1), 0.0)
+                else:
+                    self._values[metric.name, label] = 0.0
+
+    def serve(self, host: str, port: int) -> int:
+        """Starts the endpoint; takes the next free port when this one is taken. Returns the port."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        for candidate in range(port, port + 100) if port else (0,):
+            try:
+                self._server, _ = start_http_server(candidate, addr=host, registry=registry)
+                return self._server.server_port
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+        raise OSError(errno.EADDRINUSE, f"no free port between {port} and {port + 99}")
+
+    def apply(self, updates: list[Update]) -> None:
+        """Adds counters and histograms, sets gauges."""
+        with self._lock:
+            for name, label, payload in updates:
+                kind, key = BY_NAME[name].kind, (name, label)
+                if isinstance(payload, tuple):
+                    empty = ([0] * len(payload[0]), 0.0)
+                    counts, total = self._histograms.get(key, empty)
+                    self._histograms[key] = (
+                        [a + b for a, b in zip(counts, payload[0], strict=True)],
+                        total + payload[1],
+                    )
+                elif kind == "counter":
+                    self._values[key] = self._values.get(key, 0.0) + payload
+                else:
+                    self._values[key] = payload
+
+    def value(self, name: str, label: str = "") -> float:
+        """Current value of a counter or gauge."""
+        with self._lock:
+            return self._values[name, label]
+
+    def state(self) -> dict[str, Any]:
+        """Counters and histograms as JSON values, for a checkpoint."""
+        with self._lock:
+            return {
+                "counters": [
+                    [name, label, value]
+                    for (name, label), value in self._values.items()
+                    if BY_NAME[name].kind == "counter"
+                ],
+                "histograms": [
+                    [name, label, counts, total] for (name, label), (counts, total) in self._histograms.items()
+                ],
+            }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Counters and histograms go on from a checkpoint, so that `rate()` never sees them fall."""
+        with self._lock:
+            for name, label, value in state["counters"]:
+                self._values[name, label] = value
+            for name, label, counts, total in state["histograms"]:
+                if name in BY_NAME and len(counts) == len(BY_NAME[name].buckets) + 1:
+                    self._histograms[name, label] = (list(counts), total)
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            values = dict(self._values)
+            histograms = {key: (list(counts), total) for key, (counts, total) in self._histograms.items()}
+        for metric in METRICS:
+            labels = [metric.label] if metric.label else []
+            if metric.kind == "histogram":
+                family = HistogramMetricFamily(metric.name, metric.help, labels=labels)
+                for (name, label), (counts, total) in histograms.items():
+                    if name == metric.name:
+                        bounds = [*(f"{bound:g}" for bound in metric.buckets), "+Inf"]
+                        cumulative = itertools.accumulate(counts)
+                        family.add_metric(
+                            [label] if labels else [], list(zip(bounds, cumulative, strict=True)), total
+                        )
+            else:
+                make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+                family = make(metric.name, metric.help, labels=labels)
+                for (name, label), value in values.items():
+                    if name == metric.name:
+                        family.add_metric([label] if labels else [], value)
+            yield family
+
+    def close(self) -> None:
+        if self._server:
+            self._server.shutdown()
+            self._server.server_close()

@@ -1,0 +1,107 @@
+"""Everything that can be known to be wrong before a cluster is touched."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.actors.generation import encode
+from headway.actors.verifier import VerifierWorker
+from headway.core.config import Config
+from headway.core.errors import ConfigError, DataError
+from headway.core.prompts import Prompt, load_prompts
+from headway.learner.pretrained import model_folder
+
+CHECKED_GOLDS = 100
+CHECKED_LENGTHS = 64
+ROUND_TOKENS_TO = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """Inputs of a run that passed."""
+
+    config: Config
+    """With what was left open filled in."""
+    model_folder: Path
+    prompts: tuple[Prompt, ...]
+    longest_prompt: int
+    """Tokens."""
+
+
+def prompts_of(config: Config, source: str, seed: int) -> tuple[Prompt, ...]:
+    """The prompts of `source` under this configuration's fields and templates."""
+    data = config.data
+    return load_prompts(
+        source,
+        verifier=data.verifier,
+        prompt_field=data.prompt_field,
+        answer_field=data.answer_field,
+        template=data.template,
+        num_prompts=data.num_prompts,
+        seed=seed,
+        params=data.params,
+    )
+
+
+def preflight(config: Config) -> Checked:
+    """Checks model, data, golds, lengths and disk. Raises `UserError`s that say what to change."""
+    prompts = prompts_of(config, config.data.source, config.run.seed)
+    check_golds(config, prompts)
+    folder = model_folder(config.model.path)
+    longest = _longest_prompt(config, folder, prompts)
+    needed = longest + config.sampling.max_new_tokens
+    limit = config.generation.max_model_len
+    if limit is not None and limit < needed:
+        raise ConfigError(
+            f"generation.max_model_len={limit} cannot hold the longest prompt ({longest} tokens) and "
+            f"sampling.max_new_tokens={config.sampling.max_new_tokens}; it needs {needed}"
+        )
+    if limit is None:
+        limit = -(-needed // ROUND_TOKENS_TO) * ROUND_TOKENS_TO
+        config = config.model_copy(
+            update={"generation": config.generation.model_copy(update={"max_model_len": limit})}
+        )
+    _check_disk(config, folder)
+    return Checked(config=config, model_folder=folder, prompts=prompts, longest_prompt=longest)
+
+
+def check_golds(config: Config, prompts: tuple[Prompt, ...]) -> None:
+    """Every gold answer must score 1 with its own verifier, or no response ever could."""
+    worker = VerifierWorker(1, config.verifiers.timeout_s, config.verifiers.memory_mib)
+    try:
+        failures = worker.check_golds(prompts, CHECKED_GOLDS)
+    finally:
+        worker.close()
+    if failures:
+        raise DataError(
+            f"{len(failures)} of the first {min(CHECKED_GOLDS, len(prompts))} gold answers in {config.data.source} do "
+            f"not score 1 with their own verifier (data.verifier={config.data.verifier}); first: {failures[0]}"
+        )
+
+
+def _longest_prompt(config: Config, folder: Path, prompts: tuple[Prompt, ...]) -> int:
+    """Tokens of the longest prompt, looked for among those with the most characters."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    if config.model.chat_template and not tokenizer.chat_template:
+        raise ConfigError(
+            f"model {folder} has no chat template; set model.chat_template=false to use prompts as plain text"
+        )
+    longest = sorted(prompts, key=lambda prompt: len(str(prompt.content)))[-CHECKED_LENGTHS:]
+    return max(len(encode(tokenizer, prompt, chat_template=config.model.chat_template)) for prompt in longest)
+
+
+def _check_disk(config: Config, folder: Path) -> None:
+    """Two checkpoints of weights and both AdamW moments in float32 must fit beside each other."""
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    needed = 2 * weights * 6  # bfloat16 on disk: x2 to float32, x3 with the moments
+    config.run.folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(config.run.folder).free
+    if free < needed:
+        raise ConfigError(
+            f"run.folder={config.run.folder} has {free >> 20} MiB free; two checkpoints of this model need about "
+            f"{needed >> 20} MiB"
+        )

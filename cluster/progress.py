@@ -1,0 +1,83 @@
+"""What a person sees while a run goes on: one line per optimizer step, and on a terminal a live status below."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from headway.core.config import Config
+
+
+class Progress:
+    """Prints to `console`. Use as a context manager around the run."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self._steps = config.run.steps
+        self._console = console
+        self._started = time.monotonic()
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def header(self, config: Config, *, num_prompts: int, model: str) -> None:
+        """What this run is about to do, in three lines."""
+        sampling, learner, generation = config.sampling, config.learner, config.generation
+        self._console.print(
+            f"[bold]headway[/bold] run '{config.run.name}' in {config.run_folder}: {config.run.steps} steps, "
+            f"max version lag {config.lag.max_version_lag}"
+            + (" (synchronous)" if config.lag.max_version_lag == 0 else ""),
+            highlight=False,
+        )
+        self._console.print(
+            f"  model {model}, {num_prompts} prompts from {config.data.source}, {learner.groups_per_step} groups x "
+            f"{sampling.group_size} responses of at most {sampling.max_new_tokens} tokens a step",
+            highlight=False,
+        )
+        self._console.print(
+            f"  {generation.replicas} vLLM engine(s), 1 learner at learning rate {learner.learning_rate:g}, correction "
+            f"{config.algorithm.correction}, advantage {config.algorithm.advantage}",
+            highlight=False,
+        )
+
+    def say(self, text: str) -> None:
+        self._console.print(f"[dim]{time.monotonic() - self._started:6.1f} s[/dim]  {text}", highlight=False)
+
+    def endpoint(self, port: int, wanted: int) -> None:
+        taken = f" (port {wanted} is taken)" if wanted not in (0, port) else ""
+        self.say(f"metrics at http://localhost:{port}/metrics{taken}")
+
+    def step(self, record: dict[str, Any]) -> None:
+        """One finished optimizer step, from its line in `metrics.jsonl`."""
+        lags, lengths = record["lag"], record["response_tokens"]
+        self.say(
+            f"step {record['version']:>4}/{self._steps}  reward {_number(record['reward_mean'], 3)}  "
+            f"lag {sum(lags) / len(lags):.1f} (max {max(lags)})  ess {_number(record['importance_ess_fraction'], 3)}  "
+            f"kl {_number(record['behavior_kl'], 4)}  grad {record['grad_norm']:.2f}  "
+            f"len {sum(lengths) / len(lengths):.1f}  {record['seconds']['total']:.1f} s "
+            f"(waited {record['waited_s']:.1f})"
+        )
+
+    def state(self, *, version: int, running: int, queued: int, engines: dict[int, int | None]) -> None:
+        """Refreshes the status line on a terminal; nothing elsewhere."""
+        if self._live:
+            serving = " ".join(f"{replica}:v{'–' if at is None else at}" for replica, at in engines.items())
+            self._live.update(
+                Text(f"  learner v{version}/{self._steps} · {running} groups running · {queued} queued · engines {serving}", style="cyan"),
+                refresh=True,
+            )
+
+
+def _number(value: float | None, digits: int) -> str:
+    """A step without trained tokens has no such value."""
+    return "–" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,117 @@
+"""Finished groups between the scorers and the learner.
+
+A table arrives by value; the queue puts it into the object store itself, so the queue owns it and the rows
+outlive whoever made them. What it hands out are its own references. It never refuses and never blocks a finished
+group: the bounds in groups and bytes are kept at admission (`Room`), where slowing down costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from headway.core import rollouts
+from headway.core.errors import HeadwayError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Receipt:
+    """What the control plane knows of a finished group; the rows stay in the object store."""
+
+    group_id: int
+    num_bytes: int
+    oldest_version: int
+    num_scored: int
+    num_tokens: int
+
+
+@dataclass(kw_only=True)
+class Room:
+    """Bounds of the queue, kept by reservation: a running group holds the place that it will need."""
+
+    max_groups: int
+    max_bytes: int
+    group_bytes: int
+    """Upper estimate of one group's size."""
+    queued_groups: int = 0
+    queued_bytes: int = 0
+
+    def admits(self, running: int) -> bool:
+        """Whether one more group may start while `running` others are on their way."""
+        groups = self.queued_groups + running + 1
+        return groups <= self.max_groups and self.queued_bytes + (running + 1) * self.group_bytes <= self.max_bytes
+
+
+class RolloutQueue:
+    """Holds tables by group id. `store` turns a table into a reference (Ray's `put`); `load` turns it back."""
+
+    def __init__(self, store: Callable[[pa.Table], Any], load: Callable[[Any], pa.Table]) -> None:
+        self._store = store
+        self._load = load
+        self._groups: dict[int, tuple[Receipt, Any]] = {}
+
+    async def put(self, table: pa.Table) -> Receipt:
+        """Takes a group over. The same group again is the same receipt: retries change nothing."""
+        group_id = table.column("group_id")[0].as_py()
+        if group_id in self._groups:
+            return self._groups[group_id][0]
+        rollouts.validate(table)
+        receipt = Receipt(
+            group_id=group_id,
+            num_bytes=table.nbytes,
+            oldest_version=rollouts.oldest_version(table),
+            num_scored=table.num_rows - table.column("reward").null_count,
+            num_tokens=pc.sum(pc.list_value_length(table.column("response_ids"))).as_py(),
+        )
+        self._groups[group_id] = (receipt, self._store(table))
+        return receipt
+
+    async def take(self, group_ids: list[int]) -> list[Any]:
+        """References of these groups' tables. They stay here until `release`."""
+        if missing := [group_id for group_id in group_ids if group_id not in self._groups]:
+            raise HeadwayError(f"the queue does not hold groups {missing}")
+        return [self._groups[group_id][1] for group_id in group_ids]
+
+    async def release(self, group_ids: list[int]) -> None:
+        """Forgets groups that were trained or dropped; unknown ones are no error."""
+        for group_id in group_ids:
+            self._groups.pop(group_id, None)
+
+    async def save(self, path: str) -> None:
+        """Writes everything that waits to one Parquet file."""
+        references = [reference for _, reference in self._groups.values()]
+        await asyncio.to_thread(self._write, references, path, dict[bytes, bytes]())
+
+    async def restore(self, path: str) -> list[Receipt]:
+        """Takes over what `save` wrote."""
+        table = rollouts.read_parquet(Path(path))
+        receipts = []
+        for group_id in pc.unique(table.column("group_id")).to_pylist():
+            receipts.append(await self.put(table.filter(pc.equal(table.column("group_id"), group_id))))
+        return receipts
+
+    async def write_batch(self, group_ids: list[int], path: str, version: int) -> None:
+        """Keeps a trained batch as Parquet, tagged with the version that the step made."""
+        references = [self._groups[group_id][1] for group_id in group_ids]
+        await asyncio.to_thread(self._write, references, path, {b"version": str(version).encode()})
+
+    def _write(self, references: list[Any], path: str, extra: dict[bytes, bytes]) -> None:
+        tables = [self._load(reference) for reference in references]
+        table = pa.concat_tables(tables) if tables else rollouts.SCHEMA.empty_table()
+        rollouts.write_parquet(table.replace_schema_metadata({**(table.schema.metadata or {}), **extra}), Path(path))
+
+    async def ping(self) -> bool:
+        return True
+
+
+def group_bytes(num_rows: int, prompt_tokens: int, response_tokens: int) -> int:
+    """Upper estimate of a group's table: ids, log-probabilities, masks, four columns to come, and text."""
+    return num_rows * (prompt_tokens * 4 + response_tokens * (4 + 4 + 1 + 4 * 4 + 8) + 1024)
+
+

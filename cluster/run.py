@@ -1,0 +1,622 @@
+"""The driver of a run: four loops around one learner.
+
+    dispatch   prompt ─► engine ─► verifier ─► queue     (references only; tokens never come here)
+    learn      cut a batch ─► train ─► publish
+    keep       one loop per engine: pull the newest version; replace the engine when it dies
+    heartbeat  collect metrics, write them out, watch for progress
+
+They meet in this object's state and wake each other through `Waits`. `lag.max_version_lag = 0` is synchronous
+training through the same code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from collections import deque
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from headway.actors.generation import GroupRequest
+from headway.cluster.gate import Finished, Gate, cut_batch
+from headway.cluster.ledger import Ledger
+from headway.cluster.placement import Placement
+from headway.cluster.progress import Progress
+from headway.cluster.queue import Receipt, Room, group_bytes
+from headway.cluster.watch import Waits
+from headway.core.config import Config, dump_config
+from headway.core.errors import ConfigError, EngineDead, HeadwayError, RolloutFailed, Starved, WeightUpdateFailed
+from headway.core.metrics import Recorder
+from headway.core.prompts import PromptStream
+from headway.core.weights import Manifest
+from headway.learner import checkpoint
+
+MAX_ATTEMPTS = 3
+CALL_DEADLINE_S = 60.0
+GRACE_S = 30.0  # what a call may take beyond the deadline that its actor keeps
+
+
+@dataclass(kw_only=True)
+class Engine:
+    """One generation actor as the driver sees it."""
+
+    replica: int
+    actor: Any
+    version: int | None = None
+    """Version that it serves; None while it serves nothing."""
+    running: int = 0
+
+
+@dataclass(kw_only=True)
+class Group:
+    """A live prompt group."""
+
+    group_id: int
+    since_version: int
+    """Version of its engine when it was dispatched."""
+    dispatched: float
+    receipt: Receipt | None = None
+    finished_at_version: int = 0
+    """Learner version when it entered the queue."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """A published weight version: the manifest, and the buckets in the object store."""
+
+    manifest: Manifest
+    buckets: tuple[Any, ...]
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A training run on a connected Ray cluster. `execute` runs it to its end or to `request_stop`."""
+
+    config: Config
+    model_folder: Path
+    prompts: PromptStream
+    longest_prompt: int
+    """Tokens."""
+    progress: Progress
+    resume_from: Path | None = None
+    version: int = 0
+    stopping: bool = False
+    groups: dict[int, Group] = field(default_factory=dict)
+
+    async def execute(self) -> None:
+        """Trains. Raises `Starved` when nothing moves for the no-progress deadline."""
+        self.waits = Waits()
+        self.recorder = Recorder()
+        self.folder = self.config.run_folder.resolve()
+        self.started = self.last_progress = time.monotonic()
+        self.release: Release | None = None
+        self.reissue: deque[int] = deque()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.placement = Placement(self.config, self.folder)
+        try:
+            await self._start()
+            async with asyncio.TaskGroup() as self.loops:
+                for loop in (self.dispatch(), self.heartbeat(), *map(self.keep, self.engines)):
+                    self._spawn(loop)
+                await self.learn()
+                for task in self.tasks:
+                    task.cancel()
+            await self._collect_metrics()
+        finally:
+            await self._close()
+
+    def request_stop(self) -> None:
+        """Ends the run after the optimizer step in progress, with a checkpoint."""
+        self.stopping = True
+        self.waits.changed()
+
+    def _spawn(self, loop: Coroutine[Any, Any, None]) -> None:
+        """Runs beside the learner; its failure ends the run, its task ends with it."""
+        task = self.loops.create_task(loop)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    # ---- start and end -------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        config, place = self.config, self.placement
+        self.progress.say("placing groups")
+        await asyncio.to_thread(place.reserve)
+        self.exporter, self.queue = place.exporter(), place.queue()
+        self.port = await self.call(self.exporter.serve.remote(config.metrics.host, config.metrics.port), "metrics")
+        self.progress.endpoint(self.port, config.metrics.port)
+        _write_text(self.folder / "metrics_port", str(self.port))
+        self.verifiers = [place.verifier(replica) for replica in range(config.verifiers.replicas)]
+        self.learner = place.learner(str(self.model_folder))
+        self.engines = [
+            Engine(replica=replica, actor=place.engine(replica, str(self.model_folder)))
+            for replica in range(config.generation.replicas)
+        ]
+        self.progress.say("starting engines and learner")
+        starting = [asyncio.ensure_future(_as_future(engine.actor.start.remote())) for engine in self.engines]
+        self.num_buckets = await self.call(self.learner.num_buckets.remote(), "learner", config.generation.start_deadline_s)
+        await self._load_state()
+        await self.publish()
+        for engine, start in zip(self.engines, starting, strict=True):
+            await self.waits.within(
+                start, who="driver", what=f"engine {engine.replica} to start", deadline_s=config.generation.start_deadline_s
+            )
+        for role, number in (("learner", 1), ("generation", len(self.engines)), ("verifiers", len(self.verifiers)), ("queue", 1), ("metrics", 1)):
+            self.recorder.set("headway_live_replicas", number, label=role)
+        self.recorder.set("headway_max_version_lag_steps", config.lag.max_version_lag)
+
+    async def _load_state(self) -> None:
+        config = self.config
+        limits = {
+            "groups_per_step": config.learner.groups_per_step,
+            "max_version_lag": config.lag.max_version_lag,
+            "max_running": config.max_groups_running,
+            "total_groups": config.run.steps * config.learner.groups_per_step,
+        }
+        self.room = Room(
+            max_groups=config.queue.max_groups,
+            max_bytes=config.queue.max_mib << 20,
+            group_bytes=group_bytes(config.sampling.group_size, self.longest_prompt, config.sampling.max_new_tokens),
+        )
+        journal = self.folder / "ledger.jsonl"
+        if self.resume_from is None:
+            self.ledger = Ledger(path=journal)
+            self.gate = Gate(**limits)
+            return
+        state = json.loads((self.resume_from / "state.json").read_text())
+        self.version = await self.call(self.learner.load.remote(str(self.resume_from / "learner")), "learner", 600)
+        if self.version != state["version"]:
+            raise HeadwayError(f"checkpoint {self.resume_from}: learner {self.version}, driver {state['version']}")
+        self.ledger = Ledger.resume(state["ledger"], path=journal, version=self.version)
+        receipts: list[Receipt] = await self.call(self.queue.restore.remote(str(self.resume_from / "queue.parquet")), "queue")
+        await self.call(self.exporter.restore.remote(state["metrics"]), "metrics")
+        # The two snapshots are not of one instant: what finished between them is in the queue but not yet in the
+        # ledger, or the other way round. The queue decides what is finished, the ledger what exists.
+        unknown = [receipt.group_id for receipt in receipts if receipt.group_id not in self.ledger.live]
+        await self.call(self.queue.release.remote(unknown), "queue")
+        receipts = [receipt for receipt in receipts if receipt.group_id in self.ledger.live]
+        self.ledger.restate(finished={receipt.group_id for receipt in receipts})
+        self.gate = Gate.resume(version=self.version, queued=len(receipts), **limits)
+        for receipt in receipts:
+            group = Group(group_id=receipt.group_id, since_version=receipt.oldest_version, dispatched=time.monotonic())
+            group.receipt, group.finished_at_version = receipt, self.version
+            self.groups[receipt.group_id] = group
+            self._enter_queue(receipt)
+        self.reissue.extend(sorted(group_id for group_id in self.ledger.live if group_id not in self.groups))
+        self.progress.say(
+            f"resumed at version {self.version}: {len(receipts)} groups in the queue, {len(self.reissue)} issued again"
+        )
+
+    async def _close(self) -> None:
+        if hasattr(self, "ledger"):
+            self.ledger.close()
+        ends = [engine.actor.shutdown.remote() for engine in getattr(self, "engines", [])]
+        if hasattr(self, "verifiers"):
+            ends += [verifier.close.remote() for verifier in self.verifiers]
+        if ends:
+            await asyncio.to_thread(ray.wait, ends, num_returns=len(ends), timeout=10)
+        await asyncio.to_thread(self.placement.close)
+
+    async def call(self, reference: Any, what: str, deadline_s: float = CALL_DEADLINE_S) -> Any:
+        """Result of an actor call. Raises `Starved` after `deadline_s`."""
+        return await self.waits.within(_as_future(reference), who="driver", what=what, deadline_s=deadline_s)
+
+    # ---- dispatch: prompt -> engine -> verifier -> queue ---------------------------------------------------
+
+    async def dispatch(self) -> None:
+        """Starts groups as room appears. Waits for: gate, room and engine. Unblocked by: every finished group,
+        trained step and weight update."""
+        while True:
+            waited = time.monotonic()
+            try:
+                engine = await self.waits.until(
+                    self._free_engine,
+                    who="dispatcher",
+                    what="room under the version-lag bound, in the queue, and on an engine",
+                    deadline_s=self.config.run.no_progress_deadline_s,
+                )
+            except Starved:
+                continue  # whether that is a fault is for the progress deadline to say
+            self.recorder.observe("headway_wait_seconds", [time.monotonic() - waited], label="gate")
+            assert engine.version is not None
+            if self.reissue:
+                group_id = self.reissue.popleft()
+            else:
+                group_id = self.ledger.issue()
+                self.recorder.inc("headway_groups_total", label="issued")
+            self.groups[group_id] = Group(
+                group_id=group_id, since_version=engine.version, dispatched=time.monotonic()
+            )
+            self.gate.start()
+            self.recorder.observe("headway_publish_lag_steps", [self.version - engine.version])
+            self._spawn(self._roll(self.groups[group_id], engine))
+
+    def _free_engine(self) -> Engine | None:
+        """The least loaded engine whose version leaves room for one more group."""
+        if self.stopping or not self.room.admits(self.gate.running):
+            return None
+        return self._least_loaded(lambda version: self.gate.capacity(version) > 0)
+
+    def _least_loaded(self, admits: Any) -> Engine | None:
+        limit = self.config.max_groups_running // len(self.engines)
+        free = [
+            engine
+            for engine in self.engines
+            if engine.version is not None and engine.running < limit and admits(engine.version)
+        ]
+        return min(free, key=lambda engine: (engine.running, engine.replica), default=None)
+
+    async def _roll(self, group: Group, engine: Engine) -> None:
+        """One group from prompt to queue; issued again when an actor dies under it."""
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                await self._roll_once(group, engine)
+                return
+            except RolloutFailed as failure:
+                self._drop(group, failure.reason if failure.reason == "straggler" else "generation_failed")
+                self.progress.say(f"group {group.group_id} dropped: {failure}")
+                return
+            except Starved as failure:
+                self._drop(group, "straggler")
+                self.progress.say(f"group {group.group_id} dropped: {failure}")
+                return
+            except (RayActorError, EngineDead) as failure:
+                self.progress.say(f"group {group.group_id} is issued again (attempt {attempt}): {type(failure).__name__}")
+                if isinstance(failure, EngineDead):
+                    engine.version = None  # its keeper replaces it
+                engine = await self.waits.until(
+                    lambda: self._least_loaded(lambda version: version >= group.since_version),
+                    who=f"group {group.group_id}",
+                    what="an engine to be issued to again",
+                    deadline_s=self.config.run.no_progress_deadline_s,
+                )
+        self._drop(group, "generation_failed")
+
+    async def _roll_once(self, group: Group, engine: Engine) -> None:
+        config = self.config
+        prompt = self.prompts.at(group.group_id)
+        request = GroupRequest(
+            group_id=group.group_id,
+            prompt=prompt,
+            group_size=config.sampling.group_size,
+            temperature=config.sampling.temperature,
+            top_p=config.sampling.top_p,
+            max_new_tokens=config.sampling.max_new_tokens,
+            deadline_s=config.lag.straggler_deadline_s,
+        )
+        verifier = self.verifiers[group.group_id % len(self.verifiers)]
+        engine.running += 1
+        try:
+            table = engine.actor.generate.remote(request)
+            scored = verifier.score.remote(table, prompt)
+            receipt: Receipt = await self.waits.within(
+                _as_future(self.queue.put.remote(scored)),
+                who=f"group {group.group_id}",
+                what=f"engine {engine.replica}, its verifier and the queue",
+                deadline_s=config.lag.straggler_deadline_s + GRACE_S,
+            )
+        finally:
+            engine.running -= 1
+            self.waits.changed()
+        if group.group_id not in self.groups:
+            await self.call(self.queue.release.remote([group.group_id]), "queue")
+            return
+        group.receipt, group.finished_at_version = receipt, self.version
+        self.ledger.finish(group.group_id)
+        self.gate.finish()
+        self._enter_queue(receipt)
+        self.recorder.inc("headway_groups_total", label="finished")
+        if receipt.num_scored < 2:
+            self._drop(group, "verifier_failed" if receipt.num_scored == 0 else "group_too_small")
+        self.waits.changed()
+
+    def _enter_queue(self, receipt: Receipt) -> None:
+        self.room.queued_groups += 1
+        self.room.queued_bytes += receipt.num_bytes
+
+    def _leave_queue(self, receipt: Receipt) -> None:
+        self.room.queued_groups -= 1
+        self.room.queued_bytes -= receipt.num_bytes
+
+    def _drop(self, group: Group, reason: str) -> None:
+        del self.groups[group.group_id]
+        self.ledger.drop(group.group_id, reason)
+        self.gate.reject(finished=group.receipt is not None)
+        if group.receipt is not None:
+            self._leave_queue(group.receipt)
+            self.queue.release.remote([group.group_id])
+        self.recorder.inc("headway_groups_total", label="dropped")
+        self.recorder.inc("headway_groups_dropped_total", label=reason)
+        self.waits.changed()
+
+    # ---- learn: cut -> train -> publish --------------------------------------------------------------------
+
+    async def learn(self) -> None:
+        """Trains until the last step. Waits for: finished groups. Unblocked by: `_roll`, `request_stop`."""
+        steps_per_batch = self.config.learner.steps_per_batch
+        saved = self.version if self.resume_from else -1
+        while self.version < self.config.run.steps:
+            began = time.monotonic()
+            batch = await self._take_batch()
+            if batch is None:
+                break
+            waited = time.monotonic() - began
+            references = await self.call(self.queue.take.remote([group.group_id for group in batch]), "queue")
+            taken = time.monotonic()
+            stats = await self.call(
+                self.learner.train.remote(self.version, *references),
+                "learner to train",
+                self.config.learner.step_deadline_s * steps_per_batch,
+            )
+            trained = time.monotonic()
+            self._account(batch, stats)
+            # Started before the publish so that writing rollouts overlaps with it; both must end here.
+            storing = asyncio.ensure_future(self._store(batch))
+            await self.publish()
+            await storing
+            self.last_progress = ended = time.monotonic()
+            seconds = {
+                "take": taken - began - waited,
+                "publish": ended - trained,
+                "total": ended - began,
+                **{stage: sum(s.seconds[stage] for s in stats) for stage in ("unpack", "forward_backward", "optimizer")},
+            }
+            self._record(batch, stats, seconds, waited)
+            every = self.config.run.checkpoint_every
+            if every and self.version // every > (self.version - steps_per_batch) // every:
+                await self.checkpoint()
+                saved = self.version
+        if saved != self.version:
+            await self.checkpoint()
+
+    async def _take_batch(self) -> list[Group] | None:
+        """The next batch, oldest version first; None when the run is to stop."""
+
+        def ready() -> list[Group] | bool | None:
+            if self.stopping:
+                return False
+            config = self.config
+            cut = cut_batch(
+                [
+                    Finished(group_id=group.group_id, oldest_version=group.receipt.oldest_version)
+                    for group in self.groups.values()
+                    if group.receipt is not None
+                ],
+                {g.group_id: g.since_version for g in self.groups.values() if g.receipt is None},
+                version=self.version,
+                groups_per_step=config.learner.groups_per_step,
+                steps_per_batch=config.learner.steps_per_batch,
+                max_version_lag=config.lag.max_version_lag,
+            )
+            for group_id in cut.stale:
+                self._drop(self.groups[group_id], "stale")
+            return [self.groups[group_id] for group_id in cut.take] or None
+
+        began = time.monotonic()
+        batch = await self.waits.until(
+            ready,
+            who="learner",
+            what=f"{self.config.groups_per_batch} finished groups",
+            deadline_s=self.config.run.no_progress_deadline_s,
+        )
+        self.recorder.observe("headway_wait_seconds", [time.monotonic() - began], label="learner_for_groups")
+        return batch if isinstance(batch, list) else None
+
+    async def _store(self, batch: list[Group]) -> None:
+        """Keeps the trained batch as Parquet if asked, then lets its tables go."""
+        group_ids = [group.group_id for group in batch]
+        if self.config.run.save_rollouts:
+            path = self.folder / "rollouts" / f"step-{self.version:06d}.parquet"
+            await self.call(self.queue.write_batch.remote(group_ids, str(path), self.version), "queue")
+        await self.call(self.queue.release.remote(group_ids), "queue")
+
+    def _account(self, batch: list[Group], stats: list[Any]) -> None:
+        """The batch is part of the weights from here on."""
+        per_step = self.config.learner.groups_per_step
+        for position, group in enumerate(batch):
+            assert group.receipt is not None
+            version = self.version + position // per_step
+            lag = version - group.receipt.oldest_version
+            assert 0 <= lag <= self.config.lag.max_version_lag, (lag, group)
+            queue_lag = version - group.finished_at_version
+            self.recorder.observe("headway_version_lag_steps", [lag], label="total")
+            self.recorder.observe("headway_version_lag_steps", [queue_lag], label="queue")
+            self.recorder.observe("headway_version_lag_steps", [lag - queue_lag], label="generation")
+            self.ledger.train(group.group_id, version + 1)
+            self.recorder.inc("headway_groups_total", label="trained")
+            self._leave_queue(group.receipt)
+            del self.groups[group.group_id]
+        self.version += len(stats)
+        assert self.version == stats[-1].version, (self.version, stats[-1].version)
+
+    async def publish(self) -> None:
+        """Puts the learner's weights into the object store and wakes the engines' keepers."""
+        call = self.learner.publish.options(num_returns=1 + self.num_buckets)
+        manifest_ref, *buckets = call.remote(self.version)
+        manifest: Manifest = await self.call(manifest_ref, "learner to publish")
+        self.release = Release(manifest=manifest, buckets=tuple(buckets))
+        self.recorder.set("headway_learner_version", self.version)
+        self.waits.changed()
+
+    # ---- keep: every engine pulls the newest version -------------------------------------------------------
+
+    async def keep(self, engine: Engine) -> None:
+        """Brings one engine up to the newest version, again and again; replaces it when it dies.
+
+        Waits for: `publish`. Pulling means that an engine which starts late needs nothing but the newest release.
+        """
+        while True:
+            release = await self.waits.until(
+                lambda: self._newer(engine),
+                who=f"engine {engine.replica}",
+                what="a newer weight version",
+                deadline_s=float("inf"),
+            )
+            try:
+                await self.call(
+                    engine.actor.update_weights.remote(release.manifest, *release.buckets),
+                    f"engine {engine.replica} to load version {release.manifest.version}",
+                    self.config.generation.update_deadline_s,
+                )
+                engine.version = release.manifest.version
+            except (RayActorError, EngineDead, Starved, WeightUpdateFailed) as error:
+                engine.version = None
+                self.recorder.inc("headway_weight_sync_failures_total")
+                self.progress.say(f"engine {engine.replica} is replaced: {error}")
+                await self._replace(engine)
+            self.waits.changed()
+
+    def _newer(self, engine: Engine) -> Release | None:
+        assert self.release is not None
+        behind = engine.version is None or engine.version < self.release.manifest.version
+        return self.release if behind else None
+
+    async def _replace(self, engine: Engine) -> None:
+        self.placement.discard(engine.actor)
+        engine.actor = self.placement.engine(engine.replica, str(self.model_folder))
+        self.recorder.inc("headway_actor_restarts_total", label="generation")
+        deadline_s = self.config.generation.start_deadline_s
+        await self.call(engine.actor.start.remote(), f"engine {engine.replica} to start", deadline_s)
+
+    # ---- heartbeat: metrics, health, progress --------------------------------------------------------------
+
+    async def heartbeat(self) -> None:
+        """Collects metrics, notices dead engines, and ends a run that makes no progress."""
+        while True:
+            await asyncio.sleep(self.config.metrics.heartbeat_s)
+            await self._collect_metrics()
+            self.progress.state(
+                version=self.version,
+                running=self.gate.running,
+                queued=self.room.queued_groups,
+                engines={engine.replica: engine.version for engine in self.engines},
+            )
+            idle = time.monotonic() - self.last_progress
+            if idle > self.config.run.no_progress_deadline_s:
+                raise Starved(
+                    f"no optimizer step for {idle:.0f} s (run.no_progress_deadline_s="
+                    f"{self.config.run.no_progress_deadline_s:.0f}), learner version {self.version}; "
+                    f"who waits for whom:\n{self.waits.table()}"
+                )
+
+    async def _collect_metrics(self) -> None:
+        self.recorder.set("headway_groups_running", self.gate.running)
+        self.recorder.set("headway_queue_groups", self.room.queued_groups)
+        self.recorder.set("headway_queue_bytes", self.room.queued_bytes)
+        updates = self.recorder.drain()
+        for engine in self.engines:
+            try:
+                updates += await self.call(engine.actor.drain_updates.remote(), f"engine {engine.replica}'s metrics")
+            except RayActorError:
+                # The keeper replaces it at the next version; make it try now.
+                engine.version = None
+                self.waits.changed()
+        for verifier in self.verifiers:
+            updates += await self.call(verifier.drain_updates.remote(), "a verifier's metrics")
+        await self.call(self.exporter.apply.remote(updates), "metrics")
+
+    def _record(self, batch: list[Group], stats: list[Any], seconds: dict[str, float], waited: float) -> None:
+        """Metrics of the batch's steps; one JSON line per optimizer step in `metrics.jsonl`."""
+        recorder, config = self.recorder, self.config
+        for stage, value in seconds.items():
+            recorder.observe("headway_step_seconds", [value], label=stage)
+        recorder.set("headway_last_step_timestamp_seconds", time.time())
+        per_step = config.learner.groups_per_step
+        for number, step in enumerate(stats):
+            groups = batch[number * per_step : (number + 1) * per_step]
+            lags = [step.version - 1 - group.receipt.oldest_version for group in groups if group.receipt]
+            queue_lags = [step.version - 1 - group.finished_at_version for group in groups]
+            recorder.inc("headway_trained_tokens_total", step.num_tokens)
+            recorder.inc("headway_unscored_responses_total", step.num_unscored)
+            recorder.observe("headway_reward", step.rewards)
+            recorder.observe("headway_response_tokens", step.response_lengths)
+            recorder.observe("headway_importance_weight", step.importance_weights.tolist())
+            gauges = {
+                "headway_importance_ess_fraction": step.ess_fraction,
+                "headway_clipped_fraction": step.clipped_fraction,
+                "headway_behavior_kl": step.behavior_kl,
+                "headway_engine_learner_kl": step.engine_learner_kl,
+                "headway_reward_mean": step.reward_mean,
+                "headway_no_signal_groups_fraction": step.no_signal_groups / per_step,
+                "headway_truncated_fraction": step.truncated_fraction,
+                "headway_entropy": step.entropy,
+                "headway_loss": step.loss,
+                "headway_grad_norm": step.grad_norm,
+                "headway_learning_rate": step.learning_rate,
+            }
+            for name, value in gauges.items():
+                if value is not None:
+                    recorder.set(name, value)
+            for reason, value in step.masked_fraction.items():
+                recorder.set("headway_masked_fraction", value, label=reason)
+            record = {
+                "version": step.version,
+                "time_s": round(time.monotonic() - self.started, 3),
+                **{name.removeprefix("headway_"): value for name, value in gauges.items()},
+                "masked_fraction": step.masked_fraction,
+                "lag": lags,
+                "lag_queue": queue_lags,
+                "response_tokens": step.response_lengths,
+                "trained_tokens": step.num_tokens,
+                "seconds": {stage: value / len(stats) for stage, value in seconds.items()},
+                "waited_s": waited / len(stats),
+                "queue_groups": self.room.queued_groups,
+                "running_groups": self.gate.running,
+                "engine_versions": [engine.version for engine in self.engines],
+                "dropped": dict(self.ledger.dropped),
+            }
+            with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+            self.progress.step(record)
+
+    # ---- checkpoint ----------------------------------------------------------------------------------------
+
+    async def checkpoint(self) -> None:
+        """Writes everything that the run needs to go on, then removes the previous checkpoint."""
+        began = time.monotonic()
+        parent = self.folder / "checkpoints"
+        draft = checkpoint.begin(parent, self.version)
+        await self.call(self.learner.save.remote(str(draft / "learner")), "learner to save", 600)
+        ledger = self.ledger.state()
+        await self.call(self.queue.save.remote(str(draft / "queue.parquet")), "queue to save", 600)
+        metrics = await self.call(self.exporter.state.remote(), "metrics")
+        state = {"version": self.version, "ledger": ledger, "metrics": metrics}
+        _write_text(draft / "state.json", json.dumps(state))
+        _write_text(draft / "config.json", dump_config(self.config))
+        self.ledger.sync()
+        await asyncio.to_thread(checkpoint.commit, draft)
+        self.progress.say(f"checkpoint {self.version} in {time.monotonic() - began:.1f} s")
+
+
+async def _as_future(reference: Any) -> Any:
+    return await reference
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def prepare_folder(config: Config, *, resume: bool, overwrite: bool) -> Path | None:
+    """Makes the run folder ready; returns the checkpoint to resume from. Raises `ConfigError`."""
+    folder = config.run_folder
+    if resume:
+        newest = checkpoint.newest_complete(folder / "checkpoints")
+        if newest is None:
+            raise ConfigError(f"--resume: {folder / 'checkpoints'} holds no complete checkpoint; start without --resume")
+        return newest
+    if folder.exists() and any(folder.iterdir()):
+        if not overwrite:
+            raise ConfigError(
+                f"run folder {folder} exists; go on with --resume, replace it with --overwrite, or set run.name"
+            )
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return None
