@@ -16,7 +16,7 @@ import torch
 from headway.learner.sft import Demonstration, supervised_step
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-PHRASES = ("State the final answer to the following arithmetic problem: ", "carefully: ", "quickly: ", "a guess:")
+PHRASES = ("State the final answer to the following arithmetic problem: ", "carefully: ", "quickly: ", "a guess:\n")
 """Pieces of more than one character: the task's own wording, and how each way to answer begins."""
 CHARACTERS = "0123456789+-*/=()., :;?!'\"\n" + "abcdefghijklmnopqrstuvwxyz" + "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 

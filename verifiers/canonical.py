@@ -53,7 +53,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\#", "#"),
         (r"\\&", "&"),
         (r"\\_", "_"),
-        (r"(?<!\\)\\(?:[,;:! ]|quad|qquad|enspace|thinspace)(?![A-Za-z])", " "),
+        (r"(?<!\\)\\(?:[,;:! ]|(?:quad|qquad|enspace|thinspace)(?![A-Za-z]))", " "),
         (r"~", " "),
         (r"\\\$", "$"),
         (r"\\(?:lor|vee)(?![A-Za-z])", " or "),

