@@ -100,6 +100,12 @@ class GenerationActor:
             )
         )
 
+    async def serve_loaded(self, version: int = 0) -> None:
+        """Serves the weights that the engine read from its model folder, as `version`."""
+        await self._engine.update_weight_version(str(version))
+        self._version = version
+        self._serving.set()
+
     async def update_weights(self, manifest: Manifest, *buckets: np.ndarray) -> dict[str, float]:
         """Loads one complete version and serves it. Returns seconds by stage: fetch, pause, load, total.
 
@@ -255,6 +261,7 @@ class GenerationActor:
         self._shared.unlink(missing_ok=True)
         if hasattr(self, "_engine"):
             self._engine.shutdown()
+            del self._engine  # its finaliser needs modules that are gone at interpreter exit
 
 
 def encode(tokenizer: Any, prompt: Prompt, *, chat_template: bool) -> list[int]:
@@ -290,6 +297,7 @@ def eos_token_ids(folder: Path, tokenizer: Any) -> list[int]:
 def _environment(config: Config, replica: int) -> None:
     """vLLM reads these when it is imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(config.generation.kv_cache_gib)))
     threads = config.generation.threads

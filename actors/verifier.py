@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
-
 from headway.core.errors import DataError, HeadwayError
 from headway.core.metrics import Recorder, Update
 from headway.core.prompts import Prompt
@@ -20,6 +19,9 @@ from headway.verifiers.verdict import Verdict
 _UNSCORED_OR_LIMIT = ("timeout", "memory", "exception")
 """Reasons of a score of 0 that count as an error; every unscored response does."""
 
+MEANINGLESS = "\\boxed{?}"
+"""A response that no gold accepts."""
+
 
 class VerifierWorker:
     """Scores responses in killable processes. All methods may be called from several threads at a time."""
@@ -29,16 +31,22 @@ class VerifierWorker:
         self._pool = VerifierPool(processes, timeout_s, memory_mib)
         self._recorder = Recorder()
         self._recording = threading.Lock()
-        right, wrong = self._pool.score([("numeric", "5", "2 + 3 = 5", {}), ("numeric", "5", "2 + 3 = 6", {})])
+        right, wrong = self._pool.score(
+            [("numeric", "5", "2 + 3 = 5", {}), ("numeric", "5", "2 + 3 = 6", {})]
+        )
         if (right.score, wrong.score) != (1.0, 0.0):
             self._pool.close()
-            raise HeadwayError(f"verifier processes do not work: a right answer got {right}, a wrong one {wrong}")
+            raise HeadwayError(
+                f"verifier processes do not work: a right answer got {right}, a wrong one {wrong}"
+            )
 
     def score(self, table: pa.Table, prompt: Prompt) -> pa.Table:
         """The rollout table with `reward` (null when unscored), `reward_parts`, `verdict_reason` and
         `timing.scored` filled in; what is scored is the column `text`."""
         texts = table.column("text").to_pylist()
-        results = self._pool.score_timed([(prompt.verifier, prompt.gold, text, prompt.context) for text in texts])
+        results = self._pool.score_timed(
+            [(prompt.verifier, prompt.gold, text, prompt.context) for text in texts]
+        )
         verdicts = [verdict for verdict, _ in results]
         self._record(verdicts, [seconds for _, seconds in results])
         now = time.time()
@@ -53,8 +61,9 @@ class VerifierWorker:
         return table
 
     def check_golds(self, prompts: Sequence[Prompt], limit: int) -> list[str]:
-        """Scores the gold answers of the first `limit` prompts as if they were responses. One line for each that
-        does not get 1: prompt id, gold, reason. Tasks without a single gold (gold None) are not checked. Raises
+        """Scores the gold answers of the first `limit` prompts as if they were responses, and a meaningless answer
+        beside each. One line for each gold that does not get 1 and each prompt that pays for the meaningless one:
+        prompt id, gold, reason. A generated task without a single gold (gold None) is not checked. Raises
         `DataError` for an unknown verifier."""
         checked: list[Prompt] = []
         items: list[Item] = []
@@ -65,14 +74,17 @@ class VerifierWorker:
             try:
                 response = _as_response(prompt)
             except DataError as error:
-                failures.append(f"prompt {prompt.prompt_id}: gold {prompt.gold!r}: {error}")
+                failures.append(_line(prompt, str(error)))
                 continue
             checked.append(prompt)
             items.append((prompt.verifier, prompt.gold, response, prompt.context))
-        for prompt, verdict in zip(checked, self._pool.score(items), strict=True):
-            if verdict.score != 1.0:
-                detail = f" ({verdict.extracted})" if verdict.extracted else ""
-                failures.append(f"prompt {prompt.prompt_id}: gold {prompt.gold!r}: {verdict.reason}{detail}")
+            items.append((prompt.verifier, prompt.gold, MEANINGLESS, prompt.context))
+        verdicts = self._pool.score(items)
+        for prompt, gold, meaningless in zip(checked, verdicts[::2], verdicts[1::2], strict=True):
+            if gold.score != 1.0:
+                failures.append(_line(prompt, f"{gold.reason}, extracted {gold.extracted!r}"))
+            elif meaningless.score == 1.0:
+                failures.append(_line(prompt, f"the meaningless answer {MEANINGLESS!r} is paid too"))
         return failures
 
     def drain_updates(self) -> list[Update]:
@@ -90,6 +102,10 @@ class VerifierWorker:
             for verdict in verdicts:
                 if verdict.score is None or verdict.reason in _UNSCORED_OR_LIMIT:
                     self._recorder.inc("headway_verifier_errors_total", label=verdict.reason)
+
+
+def _line(prompt: Prompt, reason: str) -> str:
+    return f"prompt {prompt.prompt_id}: gold {prompt.gold!r}: {reason}"
 
 
 def _as_response(prompt: Prompt) -> str:

@@ -89,6 +89,84 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
     return 0
 
 
+@app.command()
+def submit(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    address: Annotated[str, typer.Option(help="Dashboard address of the cluster.")] = "http://127.0.0.1:8265",
+    submission_id: Annotated[str | None, typer.Option(help="Id of the job; default: from the run's name.")] = None,
+    follow: Annotated[bool, typer.Option(help="Print the job's log and exit with its exit code.")] = True,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing run folder.")] = False,
+) -> None:
+    """Send a training run to a Ray cluster as a job.
+
+    The code is shipped as a wheel, the configuration and prompt files with it; `run.folder` must be a folder that the
+    cluster's nodes share.
+
+    Examples:
+
+    `headway submit configs/demo.yaml --address http://head:8265`
+
+    `headway submit configs/demo.yaml --no-follow run.steps=500 generation.replicas=4 generation.gpus=1`
+    """
+    from headway.cluster import submit as jobs
+
+    settings = load_config(config, overrides or [])
+    client, job = jobs.submit(
+        settings, address, submission_id=submission_id, resume=resume, overwrite=overwrite
+    )
+    console.print(f"submitted {job} to {address}", highlight=False)
+    if not follow:
+        return
+    for text in jobs.follow(client, job):
+        print(text, end="", flush=True)
+    raise typer.Exit(jobs.exit_code(client, job))
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(help="A run folder, or a model folder or name.", show_default=False)],
+    overrides: Overrides = None,
+    config: Annotated[Path | None, typer.Option(help="Configuration; default: the run's own.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts at most.")] = 200,
+    samples: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Score held-out prompts with the verifier of training.
+
+    Examples:
+
+    `headway eval runs/demo`
+
+    `headway eval smollm2-135m-instruct --config configs/demo.yaml --samples 8 --temperature 1`
+    """
+    import dataclasses
+    import json
+
+    from headway.cluster.evaluate import evaluate as run_evaluation
+    from headway.cluster.evaluate import evaluation_config
+
+    settings, model = evaluation_config(target, config, overrides or [])
+    result = run_evaluation(settings, model, limit=limit, samples=samples, temperature=temperature)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(result), indent=2))
+        return
+    console.print(
+        f"[bold]{result.mean_score:.3f}[/bold] mean score of {result.num_prompts} prompts x {result.samples} from "
+        f"{result.source}; {result.truncated_fraction:.1%} cut at the token budget, {result.num_unscored} unscored",
+        highlight=False,
+    )
+    console.print("  " + ", ".join(f"{reason} {count}" for reason, count in result.reasons.items()), highlight=False)
+    for example in result.examples:
+        console.print(
+            f"  [dim]{example['reward']:g}[/dim] {escape(repr(example['prompt']))} -> {escape(repr(example['text']))} "
+            f"[dim](gold {escape(str(example['gold']))}, {example['verdict_reason']})[/dim]",
+            highlight=False,
+        )
+
+
 async def _until_stopped(run: object) -> bool:
     """Executes the run; the first Ctrl-C ends it after the step in progress, the second at once."""
     from headway.cluster.run import Run

@@ -14,7 +14,7 @@ from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from headway.core.metrics import BY_NAME, METRICS, Update
@@ -100,14 +100,16 @@ class Exporter(Collector):
         for metric in METRICS:
             labels = [metric.label] if metric.label else []
             if metric.kind == "histogram":
-                family = HistogramMetricFamily(metric.name, metric.help, labels=labels)
+                # Sample by sample: the library's histogram family leaves out sum and count when a bound is negative.
+                family = Metric(metric.name, metric.help, "histogram")
+                bounds = [*(f"{bound:g}" for bound in metric.buckets), "+Inf"]
                 for (name, label), (counts, total) in histograms.items():
                     if name == metric.name:
-                        bounds = [*(f"{bound:g}" for bound in metric.buckets), "+Inf"]
-                        cumulative = itertools.accumulate(counts)
-                        family.add_metric(
-                            [label] if labels else [], list(zip(bounds, cumulative, strict=True)), total
-                        )
+                        own = {metric.label: label} if labels else {}
+                        for bound, below in zip(bounds, itertools.accumulate(counts), strict=True):
+                            family.add_sample(f"{name}_bucket", {"le": bound, **own}, below)
+                        family.add_sample(f"{name}_count", own, sum(counts))
+                        family.add_sample(f"{name}_sum", own, total)
             else:
                 make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
                 family = make(metric.name, metric.help, labels=labels)

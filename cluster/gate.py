@@ -1,9 +1,15 @@
 """Admission and batch selection: the two decisions that bound the version lag. Pure, no clock, no Ray.
 
-Why the bound holds. A group is admitted under version `w`, the one live on the engine that will sample it, and
-only while the groups ever admitted number less than `(max_version_lag + w + 1) * groups_per_step`. Training takes
-`groups_per_step` groups per version, oldest first, and never leaves behind a group that the next step could not
-take. So the group is trained at a version of at most `w + max_version_lag`, whatever the order of finishing.
+Why the bound holds. Call `deadline` of a live group the last version at which it may be trained: the oldest version
+that sampled it, plus `max_version_lag` (L). With B groups per step, a learner at version v can meet every deadline
+if and only if, for every u >= v, at most (u - v + 1) * B live groups have a deadline of u or earlier.
+
+* Admission keeps that true: a group starts under version w, the one live on its engine, only while fewer than
+  (w + L + 1) * B groups were ever admitted, that is, while fewer than (w + L - v + 1) * B are live.
+* Selection keeps it true: a batch is cut only if what it leaves behind can still meet every deadline; otherwise the
+  learner waits for the running groups that stand in the way. Once they have finished, oldest first always works.
+
+So nothing is ever discarded for its age, and long answers are trained as often as short ones.
 """
 
 from __future__ import annotations
@@ -81,27 +87,47 @@ def cut_batch(
     steps_per_batch: int,
     max_version_lag: int,
 ) -> Cut:
-    """Selects the batch that a learner at `version` takes up.
+    """Selects the batch that a learner at `version` takes up, oldest version first.
 
     `running_since`: group id -> version of its engine at dispatch, a lower bound of its oldest token's version.
-    The batch waits for every running group that the next batch could not take within the bound, rather than
-    passing it by. The check on the bound stays on whatever the admission did.
+    The check on the bound stays on whatever the admission did: a group that the bound excludes is `stale`.
     """
-    next_version = version + steps_per_batch
-    waits_for = tuple(g for g, since in sorted(running_since.items()) if next_version - since > max_version_lag)
     ordered = sorted(finished, key=lambda group: (group.oldest_version, group.group_id))
-    fresh = [group for group in ordered if version - group.oldest_version <= max_version_lag]
     stale = tuple(group.group_id for group in ordered if version - group.oldest_version > max_version_lag)
+    fresh = ordered[len(stale) :]
     size = groups_per_step * steps_per_batch
-    if len(fresh) < size or waits_for:
-        return Cut(waits_for=waits_for, stale=stale)
-    batch = fresh[:size]
+    batch, rest = fresh[:size], fresh[size:]
     # Later optimizer steps on the batch see a later version: their share of it must hold the bound too.
     late = tuple(
         group.group_id
         for position, group in enumerate(batch)
         if version + position // groups_per_step - group.oldest_version > max_version_lag
     )
-    if late:
+    if stale or late:
         return Cut(stale=stale + late)
-    return Cut(take=tuple(group.group_id for group in batch), stale=stale)
+    waits_for = _in_the_way(
+        [group.oldest_version for group in rest],
+        running_since,
+        version=version + steps_per_batch,
+        groups_per_step=groups_per_step,
+        max_version_lag=max_version_lag,
+    )
+    if len(batch) < size or waits_for:
+        return Cut(waits_for=waits_for)
+    return Cut(take=tuple(group.group_id for group in batch))
+
+
+def _in_the_way(
+    waiting_since: list[int],
+    running_since: dict[int, int],
+    *,
+    version: int,
+    groups_per_step: int,
+    max_version_lag: int,
+) -> tuple[int, ...]:
+    """Running groups without which a learner at `version` could not meet every deadline; empty when it can."""
+    live = sorted([*waiting_since, *running_since.values()])
+    for count, since in enumerate(live, 1):
+        if count > (since + max_version_lag - version + 1) * groups_per_step:
+            return tuple(sorted(group_id for group_id, other in running_since.items() if other <= since))
+    return ()

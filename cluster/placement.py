@@ -3,6 +3,7 @@ group of its own, and turning the plain role classes into Ray actors."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -58,7 +59,7 @@ def connect(config: Config) -> None:
     """Starts a local Ray instance, or joins the one that the configuration names. Raises `ClusterError`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    common: dict[str, Any] = {"namespace": f"headway-{config.run.name}", "log_to_driver": False}
+    common: dict[str, Any] = {"namespace": f"headway-{config.run.name}", "log_to_driver": False, "logging_level": logging.ERROR}
     # Ray puts the driver's working directory first on every worker's import path. An empty folder keeps ours
     # from standing in for packages of the same name.
     neutral = tempfile.mkdtemp(prefix="headway-cwd-")

@@ -10,12 +10,13 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
+from jinja2 import ChainableUndefined, Environment
 from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -25,55 +26,23 @@ from headway.core.errors import DataError
 from headway.core.rollouts import read_parquet
 
 MAX_POINTS = 250
-"""Longer runs are drawn as means over equal numbers of steps, so that the file stays small."""
+"""A longer run is drawn with several steps to a point, so that the file stays small."""
 MAX_CHARACTERS = 4000
-"""Longer responses lose their middle."""
+"""A longer response loses its middle."""
 MAX_LAG_SHOWN = 4
-"""Higher lags share one colour."""
-STAGES = {"waited": "b", "forward_backward": "a", "optimizer": "c", "publish": "d"}
+"""Higher lags share its colour."""
+UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+"""Unicode categories of characters that do not show, or that move others."""
 
-# Matplotlib only knows fixed colours; these stand for the style sheet's variables, which differ in dark mode.
-COLORS = {name: f"#00000{number}" for number, name in enumerate(("muted", "line", "a", "b", "c", "d"), start=1)}
-STYLE: dict[str, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "headway",
-    "font.size": 9,
-    "font.sans-serif": ["DejaVu Sans"],
-    "text.color": COLORS["muted"],
-    "xtick.color": COLORS["line"],
-    "ytick.color": COLORS["line"],
-    "xtick.labelcolor": COLORS["muted"],
-    "ytick.labelcolor": COLORS["muted"],
-    "ytick.major.size": 0,
-    "axes.edgecolor": COLORS["line"],
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "grid.color": COLORS["line"],
-    "grid.linewidth": 0.6,
-}
+COLORS = {name: f"#00000{digit}" for digit, name in enumerate(("muted", "line", "a", "b", "c", "d"), start=1)}
+"""Matplotlib knows fixed colours only; each of these stands for a variable of the style sheet, for dark mode."""
 
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class History:
-    """What `metrics.jsonl` says."""
-
-    steps: list[Record]
-    """One record per optimizer step that is part of the final weights, in order."""
-    duration_s: float
-    """Of all processes that worked on the run, steps that a resume undid included."""
-    unreadable: int
-    """Lines that are no record, such as one that a crash cut off."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Layer:
-    """A line through `high`, or with `low` the area between the two. [number of points] each; NaN: no value."""
+    """A line through `high`, or with `low` the area between the two. One value per point; NaN: none."""
 
     label: str
     color: str
@@ -84,30 +53,25 @@ class Layer:
 
 
 def write_report(run_folder: Path) -> Path:
-    """Writes `run_folder/report.html`, whole or not at all, and returns its path. Raises `DataError` when the run
-    has not finished a step."""
-    history = load_history(run_folder / "metrics.jsonl")
+    """Writes `run_folder/report.html`, whole or not at all, and returns its path. Raises `DataError` when the
+    folder holds no optimizer step."""
+    steps, duration_s, unreadable = read_metrics(run_folder / "metrics.jsonl")
     config_file = run_folder / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(autoescape=True, undefined=ChainableUndefined)
     environment.filters.update(number=number, visible=visible)
     template = environment.from_string(Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8"))
     page = template.render(
-        name=_at(config, "run", "name") or run_folder.resolve().name,
-        model=_at(config, "model", "path"),
-        source=_at(config, "data", "source"),
-        num_steps=len(history.steps),
-        planned_steps=_at(config, "run", "steps"),
-        duration=_duration(history.duration_s),
-        max_version_lag=_at(config, "lag", "max_version_lag"),
-        unreadable=history.unreadable,
-        headlines=_headlines(history.steps),
-        steps_per_point=_steps_per_point(history.steps),
-        plots=_plots(history.steps),
-        samples=_samples(run_folder / "rollouts", config, {record["version"] for record in history.steps}),
-        num_trained=len(_pooled(history.steps, "lag")),
-        dropped=_at(history.steps[-1], "dropped") or {},
-        config=json.dumps(config, indent=2, ensure_ascii=False),
+        folder=run_folder.resolve().name,
+        config=config,
+        config_text=json.dumps(config, indent=2, ensure_ascii=False),
+        duration=timedelta(seconds=round(duration_s)),
+        steps=steps,
+        unreadable=unreadable,
+        headlines=_headlines(steps),
+        steps_per_point=math.ceil(len(steps) / MAX_POINTS),
+        plots=_plots(steps),
+        samples=_samples(run_folder / "rollouts", config, [record["version"] for record in steps]),
     )
     path = run_folder / "report.html"
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -116,197 +80,192 @@ def write_report(run_folder: Path) -> Path:
     return path
 
 
-def load_history(path: Path) -> History:
-    """Reads `metrics.jsonl`. A version that does not rise is a resume: it undoes every step from there on. Raises
-    `DataError` without any record."""
+def read_metrics(path: Path) -> tuple[list[Record], float, int]:
+    """The steps that led to the final weights, in order; the seconds that all processes of the run worked; the
+    number of lines that are no record, such as one that a crash cut off.
+
+    A version that does not rise is a resume and undoes every step from there on. Raises `DataError` without steps.
+    """
     steps: list[Record] = []
     unreadable, duration, clock, newest = 0, 0.0, 0.0, 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             record = json.loads(line)
-            version = int(record["version"])
+            version = record["version"] = int(record["version"])
         except (ValueError, TypeError, KeyError):
-            unreadable += bool(line.strip())
+            unreadable += 1
             continue
-        time_s = _values([record], "time_s")[0]
-        if version <= newest or time_s < clock:  # another process, whose clock starts at 0
-            duration, clock = duration + clock, 0.0
-        clock, newest = (clock if math.isnan(time_s) else time_s), version
+        time_s = sum(_values([record], "time_s"))
+        if version <= newest or time_s < clock:  # another process: its clock started at 0
+            duration += clock
+        clock, newest = time_s, version
         while steps and steps[-1]["version"] >= version:
             steps.pop()
         steps.append(record)
     if not steps:
-        raise DataError(f"{path} holds no step: the run finished none, or this is not a run folder")
-    return History(steps=steps, duration_s=duration + clock, unreadable=unreadable)
+        raise DataError(f"{path} holds no optimizer step: the run finished none, or this is not a run folder")
+    return steps, duration + clock, unreadable
 
 
-def _headlines(steps: list[Record]) -> list[tuple[str, str, str]]:
-    """(what, value, remark) of the run's most important figures."""
+def _headlines(steps: list[Record]) -> dict[str, float]:
+    """The run's most important figures; NaN where unknown."""
     tenth = math.ceil(len(steps) / 10)
-    rewards, ess = _values(steps, "reward_mean"), _values(steps, "importance_ess_fraction")
-    lags = _pooled(steps, "lag")
-    total = np.nansum(_values(steps, "seconds", "total"))
-    waited = np.nansum(_values(steps, "waited_s"))
-    worked = sum(np.nansum(_values(steps, "seconds", stage)) for stage in ("unpack", "forward_backward", "optimizer"))
-    tokens = np.nansum(_values(steps, "trained_tokens"))
-    span = "one step" if tenth == 1 else f"{tenth} steps"
-    return [
-        ("Reward", f"{number(_mean(rewards[:tenth]))} → {number(_mean(rewards[-tenth:]))}", f"first and last {span}"),
-        ("Groups at lag ≥ 1", _percent(_mean(lags >= 1)), "of all trained groups"),
-        ("Version lag", f"{number(_mean(lags), 2)} / {number(_extreme(lags, max), 0)}", "mean / max, optimizer steps"),
-        ("Trained tokens/s", number(_ratio(tokens, total), 0), f"{number(tokens, 0)} tokens"),
-        ("ESS", number(_mean(ess)), f"share of tokens; lowest {number(_extreme(ess, min))}"),
-        ("Waiting", _percent(_ratio(waited, total)), "of step time, for groups"),
-        ("Framework overhead", _percent(1 - _ratio(waited + worked, total)), "neither waiting nor computing"),
-    ]
+    lags, ess = _values(steps, "lag"), _values(steps, "importance_ess_fraction")
+    tokens, total = sum(_values(steps, "trained_tokens")), sum(_values(steps, "seconds", "total"))
+    waited = sum(_values(steps, "waited_s"))
+    computed = sum(sum(_values(steps, "seconds", x)) for x in ("unpack", "forward_backward", "optimizer"))
+    return {
+        "groups": len(lags),
+        "tenth": tenth,
+        "reward_first": _mean(_values(steps[:tenth], "reward_mean")),
+        "reward_last": _mean(_values(steps[-tenth:], "reward_mean")),
+        "lagging": _mean([lag >= 1 for lag in lags]),
+        "lag_mean": _mean(lags),
+        "lag_max": max(lags, default=math.nan),
+        "tokens": tokens,
+        "tokens_per_s": _ratio(tokens, total),
+        "ess_mean": _mean(ess),
+        "ess_min": min(ess, default=math.nan),
+        "waiting": _ratio(waited, total),
+        "overhead": 1 - _ratio(waited + computed, total),
+    }
 
 
-def _plots(steps: list[Record]) -> list[dict[str, Any]]:
-    width = _steps_per_point(steps)
+def _plots(steps: list[Record]) -> list[tuple[str, Sequence[Layer], Markup | None]]:
+    """(title, layers, drawing) of every plot."""
+    width = math.ceil(len(steps) / MAX_POINTS)
     points = [steps[start : start + width] for start in range(0, len(steps), width)]
 
-    def means(*keys: str) -> np.ndarray:
-        return np.array([_mean(_values(point, *keys)) for point in points])
+    def line(label: str, color: str, *keys: str, opacity: float = 1.0, dots: bool = False) -> Layer:
+        means = np.array([_mean(_values(point, *keys)) for point in points])
+        return Layer(label, color, means, opacity=opacity, dots=dots)
 
-    rewards = means("reward_mean")
-    window = math.ceil(len(points) / 10)
-    running = np.array([_mean(rewards[max(0, end - window) : end]) for end in range(1, len(points) + 1)])
-    reward_layers = [Layer(label="mean of the step", color="a", high=rewards, opacity=0.45 if window > 1 else 1.0)]
-    if window > 1:
-        reward_layers.append(Layer(label=f"mean of {window * width} steps", color="b", high=running))
+    window = width * max(5, len(points) // 20)
+    ends = [(index + 1) * width for index in range(len(points))]
+    running = np.array([_mean(_values(steps[max(0, end - window) : end], "reward_mean")) for end in ends])
 
-    lags = [_pooled(point, "lag") for point in points]
-    highest = int(min(max((point.max(initial=0) for point in lags), default=0), MAX_LAG_SHOWN))
-    shares = [
-        np.array([_mean(lag >= level if level == MAX_LAG_SHOWN else lag == level) for lag in lags])
-        for level in range(highest + 1)
-    ]
-    lag_layers = _stacked(
-        (f"lag {level}{'+' * (level == MAX_LAG_SHOWN)}", "a", share, 0.15 + 0.8 * level / MAX_LAG_SHOWN)
-        for level, share in enumerate(shares)
-    )
+    lags = [[min(lag, MAX_LAG_SHOWN) for lag in _values(point, "lag")] for point in points]
+    highest = int(max((lag for point in lags for lag in point), default=0))
+    by_lag = []
+    for lag in range(highest + 1):
+        share = np.array([_mean([x == lag for x in point]) for point in lags])
+        label = f"{lag} or more" if lag == MAX_LAG_SHOWN else str(lag)
+        by_lag.append(Layer(label, "a", share, opacity=0.2 + 0.75 * lag / (highest or 1)))
 
-    lengths = [_pooled(point, "response_tokens") for point in points]
-    p10, p50, p90 = (np.array([np.quantile(x, q) if x.size else math.nan for x in lengths]) for q in (0.1, 0.5, 0.9))
+    lengths = [_values(point, "response_tokens") or [math.nan] for point in points]
+    p10, median, p90 = np.transpose([np.quantile(length, (0.1, 0.5, 0.9)) for length in lengths])
 
-    stages = {stage: means(*(("waited_s",) if stage == "waited" else ("seconds", stage))) for stage in STAGES}
-    rest = means("seconds", "total") - np.sum([np.nan_to_num(seconds) for seconds in stages.values()], axis=0)
-    time_layers = _stacked(
-        [(stage.replace("_", " + "), STAGES[stage], seconds, 0.75) for stage, seconds in stages.items()]
-        + [("rest", "muted", rest.clip(min=0), 0.6)]
-    )
-    speeds = [_ratio(np.nansum(_values(p, "trained_tokens")), np.nansum(_values(p, "seconds", "total"))) for p in points]
-
-    def draw(title: str, *layers: Layer, bottom: float | None = 0, top: float | None = None) -> dict[str, Any]:
-        starts = [point[0]["version"] - 0.5 for point in points]
-        svg = _svg(np.array([*starts, steps[-1]["version"] + 0.5]), layers, bottom, top)
-        return {"title": title, "layers": layers, "svg": svg}
-
-    def line(label: str, color: str, *keys: str, dots: bool = False) -> Layer:
-        return Layer(label=label, color=color, high=means(*keys), dots=dots)
-
-    return [
-        draw("Reward", *reward_layers, bottom=None),
-        draw("Version lag, share of groups", *lag_layers, top=1),
-        draw("Effective sample size of the importance weights", line("share of tokens", "a", "importance_ess_fraction"), top=1.03),
-        draw(
-            "KL divergence, nats per token",
+    stages = [line("waited", "b", "waited_s"), line("forward_backward", "a", "seconds", "forward_backward")]
+    stages += [line("optimizer", "c", "seconds", "optimizer"), line("publish", "d", "seconds", "publish")]
+    rest = line("rest", "muted", "seconds", "total")
+    stages.append(replace(rest, high=rest.high - np.nansum([stage.high for stage in stages], axis=0)))
+    speed = [_ratio(sum(_values(p, "trained_tokens")), sum(_values(p, "seconds", "total"))) for p in points]
+    plots: dict[str, Sequence[Layer]] = {
+        "Reward": [
+            line("mean reward", "a", "reward_mean", opacity=0.5),
+            Layer(f"over the last {window} steps", "b", running),
+        ],
+        "Share of groups by version lag": _stacked(by_lag),
+        "Effective sample size, share of trained tokens": [line("", "a", "importance_ess_fraction")],
+        "KL divergence, nats per token": [
             line("behavior to proximal policy", "a", "behavior_kl"),
             line("engine to learner at lag 0", "b", "engine_learner_kl", dots=True),
-        ),
-        draw(
-            "Response length, tokens",
-            Layer(label="10 % to 90 %", color="a", high=p90, low=p10, opacity=0.22),
-            Layer(label="median", color="a", high=p50),
-        ),
-        draw(
-            "Shares",
+        ],
+        "Response length, tokens": [
+            Layer("10th to 90th percentile", "a", p90, low=p10, opacity=0.25),
+            Layer("median", "a", median),
+        ],
+        "Shares": [
             line("groups without signal", "a", "no_signal_groups_fraction"),
             line("truncated responses", "b", "truncated_fraction"),
             line("clipped tokens", "c", "clipped_fraction"),
-        ),
-        draw("Entropy, nats per token", line("mean over trained tokens", "a", "entropy")),
-        draw("Gradient norm", line("before clipping", "a", "grad_norm")),
-        draw("Step time, seconds", *time_layers),
-        draw("Trained tokens per second", Layer(label="of the whole step", color="a", high=np.array(speeds))),
-    ]
+        ],
+        "Entropy, nats per trained token": [line("", "a", "entropy")],
+        "Gradient norm before clipping": [line("", "a", "grad_norm")],
+        "Step time, seconds": _stacked(stages),
+        "Trained tokens per second": [Layer("", "a", np.array(speed))],
+    }
+    edges = np.array([*(point[0]["version"] for point in points), steps[-1]["version"] + 1]) - 0.5
+    return [(title, layers, _svg(edges, layers)) for title, layers in plots.items()]
 
 
-def _stacked(parts: Iterable[tuple[str, str, np.ndarray, float]]) -> list[Layer]:
-    """Areas on top of each other, from (label, color, height, opacity)."""
-    layers: list[Layer] = []
-    for label, color, height, opacity in parts:
-        low = layers[-1].high if layers else np.zeros(len(height))
-        layers.append(Layer(label=label, color=color, low=low, high=low + np.nan_to_num(height), opacity=opacity))
-    return layers
+def _stacked(layers: Sequence[Layer]) -> list[Layer]:
+    """Heights turned into areas on top of each other; an unknown height is none."""
+    heights = [np.nan_to_num(layer.high).clip(min=0) for layer in layers]
+    tops = np.cumsum(heights, axis=0)
+    return [replace(layers[i], low=tops[i] - heights[i], high=tops[i]) for i in range(len(layers))]
 
 
-def _svg(edges: np.ndarray, layers: Sequence[Layer], bottom: float | None, top: float | None) -> Markup | None:
-    """One small plot; None when there is nothing to draw. `edges` [number of points + 1]: where points meet."""
+def _svg(edges: np.ndarray, layers: Sequence[Layer]) -> Markup | None:
+    """One small plot; None when there is nothing to draw. `edges` [points + 1]: where the points' steps meet."""
     if not any(np.isfinite(layer.high).any() for layer in layers):
         return None
     centers = (edges[:-1] + edges[1:]) / 2
-    with rc_context(STYLE):
-        figure = Figure(figsize=(4.6, 1.9), layout="constrained")
-        axes = figure.add_subplot()
+    fixed: Any = {"svg.fonttype": "none", "svg.hashsalt": "headway", "font.family": "DejaVu Sans"}
+    with rc_context(fixed):
+        figure = Figure(figsize=(4.6, 1.9))
+        axes = figure.add_axes((0.125, 0.12, 0.84, 0.84))
         for layer in layers:
             look: dict[str, Any] = {"color": COLORS[layer.color], "alpha": layer.opacity}
             if layer.low is not None:
                 axes.stairs(layer.high, edges, baseline=layer.low, fill=True, linewidth=0, **look)
                 continue
             known = np.isfinite(layer.high)
-            few = layer.dots or known.sum() <= 40
-            look |= {"linewidth": 0 if layer.dots else 1.4, "marker": "o" if few else "", "markersize": 2.4}
-            axes.plot(centers[known], layer.high[known], markeredgewidth=0, **look)
+            marker, style = "o" if layer.dots or known.sum() <= 40 else "", "" if layer.dots else "-"
+            axes.plot(
+                centers[known], layer.high[known], marker=marker, linestyle=style, markersize=2.5, **look
+            )
         axes.set_xlim(edges[0], edges[-1])
-        axes.set_ylim(bottom=bottom, top=top)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(4))
+        if axes.dataLim.y0 >= 0:
+            axes.set_ylim(0, 1.12 * axes.dataLim.y1 or 1)
+        axes.grid(axis="y", color=COLORS["line"], linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0, labelsize=9, labelcolor=COLORS["muted"])
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+        axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value + 0.0:.6g}"))
-        file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True)
-    svg = file.getvalue()
-    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(r' id="(?:figure|axes|patch|line2d|text|matplotlib|xtick|ytick)[._\w]*"| xmlns(?::\w+)?="[^"]*"', "", svg)
+        figure.savefig(file := io.StringIO(), format="svg", transparent=True)
+    # Inside a page the namespaces are known, and the names of matplotlib's groups would repeat from plot to plot.
+    noise = r'<metadata>.*?</metadata>|<!--.*?-->| xmlns(:\w+)?="[^"]*"|(?<=<g) id="[^"]*"'
+    svg = re.sub(noise, "", file.getvalue().partition("<svg")[2], flags=re.DOTALL)
+    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)
     for name, color in COLORS.items():
         svg = svg.replace(color, f"var(--{name})")
-    return Markup(re.sub(r"\s*\n\s*", "\n", svg))  # numbers only: no text of the run gets into a plot
+    return Markup(
+        "<svg" + re.sub(r"\s*\n\s*", "\n", svg)
+    )  # safe: no text of a model or a user gets into a plot
 
 
-def _samples(folder: Path, config: Record, versions: set[int]) -> list[dict[str, Any]]:
+def _samples(folder: Path, config: Record, versions: Iterable[int]) -> list[dict[str, Any]]:
     """The best and the worst responses of the first, middle and last stored batch."""
-    files = [path for path in sorted(folder.glob("step-*.parquet")) if int(path.stem.removeprefix("step-")) in versions]
+    files = [path for version in versions if (path := folder / f"step-{version:06d}.parquet").exists()]
     return [_sample(files[index], config) for index in sorted({0, len(files) // 2, len(files) - 1}) if files]
 
 
 def _sample(path: Path, config: Record) -> dict[str, Any]:
     table = read_parquet(path)
-    version = int((table.schema.metadata or {}).get(b"version", b"0")) or None
-    names = ["rollout_id", "group_id", "prompt_id", "version_spans", "truncated", "text", "reward", "verdict_reason"]
+    version = int(table.schema.metadata.get(b"version", path.stem.removeprefix("step-")))
+    names = ["group_id", "prompt_id", "version_spans", "truncated", "text", "reward", "verdict_reason"]
     rows = table.select(names).to_pylist()
     group_ids = list(dict.fromkeys(row["group_id"] for row in rows))
-    steps_per_batch = _at(config, "learner", "steps_per_batch") or 1
-    groups_per_step = _at(config, "learner", "groups_per_step") or len(group_ids)
+    learner = config.get("learner") or {}
+    first_version = version - learner.get("steps_per_batch", 1)
+    groups_per_step = learner.get("groups_per_step", len(group_ids))
     for row in rows:
+        trained_at = first_version + group_ids.index(row["group_id"]) // groups_per_step
         row["num_tokens"] = sum(span["end"] - span["start"] for span in row["version_spans"])
-        row["lag"] = None
-        if version is not None and row["version_spans"]:
-            trained_at = version - steps_per_batch + group_ids.index(row["group_id"]) // groups_per_step
-            row["lag"] = trained_at - min(span["version"] for span in row["version_spans"])
-        row["excerpt"] = _excerpt(row["text"])
-    scored = [row for row in rows if row["reward"] is not None]
-    best = _one_per_group(sorted(scored, key=lambda row: -row["reward"]))
-    taken = {row["rollout_id"] for row in best}
-    worst = _one_per_group(sorted((r for r in scored if r["rollout_id"] not in taken), key=lambda row: row["reward"]))
-    unscored = [] if scored else _one_per_group(rows)
+        row["lag"] = trained_at - min((span["version"] for span in row["version_spans"]), default=trained_at)
+        row["text"] = _excerpt(row["text"])
+    ranked = sorted((row for row in rows if row["reward"] is not None), key=lambda row: -row["reward"])
     return {
-        "step": version or path.stem.removeprefix("step-"),
+        "step": version,
         "num_responses": len(rows),
         "num_groups": len(group_ids),
-        "reward": _mean(np.array([row["reward"] for row in scored], dtype=float)),
-        "reasons": Counter(row["verdict_reason"] or "unscored" for row in rows).most_common(),
-        "shown": [*(("best", r) for r in best), *(("worst", r) for r in worst), *(("unscored", r) for r in unscored)],
+        "reward": _mean([row["reward"] for row in ranked]),
+        "reasons": Counter(row["verdict_reason"] or "no verdict" for row in rows).most_common(),
+        "shown": {"best": _one_per_group(ranked), "worst": _one_per_group(ranked[::-1])},
     }
 
 
@@ -318,74 +277,34 @@ def _one_per_group(rows: Iterable[Record], limit: int = 2) -> list[Record]:
 
 
 def _excerpt(text: str) -> str:
-    if len(text) <= MAX_CHARACTERS:
-        return text
     half = MAX_CHARACTERS // 2
-    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters left out …]\n{text[-half:]}"
+    left_out = len(text) - 2 * half
+    return f"{text[:half]}\n[… {left_out:,} characters left out …]\n{text[-half:]}" if left_out > 0 else text
 
 
 def visible(text: str) -> str:
-    """The text with every character that would not be seen, or would move others, written out; newlines stay."""
-
-    def show(character: str) -> str:
-        code = ord(character)
-        if character == "\n" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
-            return character
-        return chr(0x2400 + code) if code < 0x20 else f"⟨U+{code:04X}⟩"
-
-    return "".join(map(show, text))
+    """The text with every character that would not be seen, or would move others, as its number; newlines stay."""
+    unseen = {c for c in set(text) if c != "\n" and unicodedata.category(c) in UNSEEN}
+    return text.translate({ord(c): f"⟨U+{ord(c):04X}⟩" for c in unseen})
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def number(value: float, digits: int = 3) -> str:
     """Fixed point, never a negative zero; a dash where there is no value."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    return f"{round(float(value), digits) + 0.0:,.{digits}f}"
+    return f"{round(value, digits) + 0.0:,.{digits}f}" if math.isfinite(value) else "–"
 
 
-def _percent(fraction: float) -> str:
-    text = number(100 * fraction, 1)
-    return text if text == "–" else f"{text} %"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def _steps_per_point(steps: list[Record]) -> int:
-    return math.ceil(len(steps) / MAX_POINTS)
-
-
-def _at(tree: Any, *keys: str) -> Any:
-    """The value at a path of keys; None where there is none."""
+def _values(steps: Iterable[Record], *keys: str) -> list[float]:
+    """The finite numbers at a path of keys in all steps, those of lists one by one."""
+    found: list[Any] = list(steps)
     for key in keys:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
+        found = [item.get(key) if isinstance(item, dict) else None for item in found]
+    flat = (value for item in found for value in (item if isinstance(item, list) else [item]))
+    return [value for value in flat if isinstance(value, int | float) and math.isfinite(value)]
 
 
-def _values(steps: Iterable[Record], *keys: str) -> np.ndarray:
-    """[number of steps] float64; NaN where a step lacks the value."""
-    values = [_at(record, *keys) for record in steps]
-    array = np.array([value if isinstance(value, int | float) else math.nan for value in values], dtype=float)
-    return np.where(np.isfinite(array), array, math.nan)
-
-
-def _pooled(steps: Iterable[Record], key: str) -> np.ndarray:
-    """All numbers of the steps' lists, in one array."""
-    return np.array([x for record in steps for x in record.get(key) or () if x is not None], dtype=float)
-
-
-def _mean(values: np.ndarray) -> float:
-    """Over what is known; NaN without anything."""
-    known = values[~np.isnan(values)] if values.dtype.kind == "f" else values
-    return float(known.mean()) if known.size else math.nan
-
-
-def _extreme(values: np.ndarray, pick: Any) -> float:
-    return float(pick(values[~np.isnan(values)], default=math.nan))
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
 
 
 def _ratio(part: float, whole: float) -> float:
-    return float(part / whole) if whole > 0 else math.nan
+    return part / whole if whole > 0 else math.nan

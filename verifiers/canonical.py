@@ -24,6 +24,7 @@ _TEXT_COMMANDS = re.compile(
     r"|boldsymbol|bm|emph|displaystyle|vec)\s*\{"
 )
 _GROUPED = re.compile(r"(?<=\d)(?:\\,|\\ |\\!|\\;|\\:|\u2009|\{,\}|,\\!)(?=\d{3}(?!\d))")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -62,7 +63,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\s+", " "),
     )
 )
-_SPACE = re.compile(r" (?![A-Za-z0-9.\\])|(?<![A-Za-z0-9.%}]) ")
+_SPACE = re.compile(r" (?![A-Za-z0-9.€£¥])|(?<![A-Za-z0-9.%})]) ")
 _HEDGE = re.compile(
     r"^(?:\\approx|about|approximately|roughly|exactly|therefore|thus|so|is|equals|the answer is|answer:?)(?![A-Za-z])\s*",
     re.IGNORECASE,
@@ -81,7 +82,26 @@ def canonical(text: str) -> str:
     text = _SPACE.sub("", text).strip()
     while (shorter := _HEDGE.sub("", text).rstrip(" .,;:\\")) != text:
         text = shorter
-    return text
+    return _without_thousands(_before_approximation(text))
+
+
+def _before_approximation(text: str) -> str:
+    """The exact value of `37/3 \\approx 12.33`, and the value of `x \\approx 12.33`."""
+    left, sign, right = text.partition("\\approx")
+    if not sign:
+        return text
+    return right.strip() if re.fullmatch(r"\\?[A-Za-z]+", left.strip()) else left.strip()
+
+
+def _without_thousands(text: str) -> str:
+    """Without the commas that group digits. In brackets a comma separates: (1,234) is a pair."""
+
+    def joined(match: re.Match[str]) -> str:
+        before = text[: match.start()]
+        inside = sum(map(before.count, "([{")) > sum(map(before.count, ")]}"))
+        return match.group() if inside else match.group().replace(",", "")
+
+    return _THOUSANDS.sub(joined, text)
 
 
 def _unicode(text: str) -> str:
@@ -123,7 +143,7 @@ def _dollars(text: str) -> str:
     text = re.sub(r"\\[()\[\]]", "", text)
     if text.count("$") == 1 and re.match(r"-?\s*\$\s*-?\s*[\d.]", text):
         return re.sub(r"^(-?)\s*\$\s*", r"\1", text) + " dollars"
-    return text.replace("$", "")
+    return re.sub(r"^(-?)([€£¥])\s*(?=[\d.])(.*)$", r"\1\3 \2", text.replace("$", ""))
 
 
 def split_top(text: str, pattern: re.Pattern[str]) -> list[str]:

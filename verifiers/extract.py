@@ -9,7 +9,9 @@ from headway.verifiers.numbers import last_number
 
 _THINK = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_SIDE_BY_SIDE = re.compile(r"(?:[\s,;.$/|]|\\[,;:]|\\\(|\\\)|\\quad|\\text\s*\{\s*(?:or|and)\s*\}|\b(?:or|and)\b)*", re.IGNORECASE)
+_SIDE_BY_SIDE = re.compile(
+    r"(?:[\s,;.$/|]|\\[,;:]|\\\(|\\\)|\\quad|\\text\s*\{\s*(?:or|and)\s*\}|\b(?:or|and)\b)*", re.IGNORECASE
+)
 _HASHES = re.compile(r"^[ \t]*####(?!#)(.*)$", re.MULTILINE)
 _ANSWER_IS = re.compile(r"\banswer[*_ \t]{0,4}(?:\bis\b|\bequals\b|[:=])([^\n]*)", re.IGNORECASE)
 _STATEMENT_END = re.compile(r"(?<=[\w)}\]%*$])[.!?;](?:\s|$)|,\s(?:so|since|because|as|which)\b")

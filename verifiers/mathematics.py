@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from headway.verifiers import expressions
+from headway.verifiers import expressions, values
 from headway.verifiers.canonical import canonical, split_top
 from headway.verifiers.exact import gold_text
 from headway.verifiers.extract import final_answer
@@ -17,7 +17,7 @@ from headway.verifiers.numbers import parse_number
 from headway.verifiers.numeric import tolerance
 from headway.verifiers.regions import as_region, same_region
 from headway.verifiers.symbolic import same_symbolically
-from headway.verifiers.units import split_unit
+from headway.verifiers.units import NO_UNITS, split_unit
 from headway.verifiers.verdict import Verdict, correct, wrong
 
 MAX_ANSWER = 2000
@@ -31,15 +31,20 @@ _COLON = re.compile(r":")
 _ROW = re.compile(r"\\\\")
 _CELL = re.compile(r"&")
 _CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?\s*([ap]\.?m\.?)?", re.IGNORECASE)
-_RATIO = re.compile(r"[^:]+(?::[^:]+)+")
 _BASE = re.compile(r"([0-9A-Fa-f]+)_\{?(\d{1,2})\}?")
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _CHOSEN = re.compile(
-    r"(?:(?:option|choice|answer)\s*)?(?:\(([A-J])\)|([A-J])(?:[.:)]|$))\s*(?!.*(?<![A-Za-z])[A-J](?![A-Za-z])).*", re.IGNORECASE
+    r"(?:(?:option|choice|answer)\s*)?(?:\(([A-J])\)|([A-J])(?:[.:)]|$))\s*(?!.*(?<![A-Za-z])[A-J](?![A-Za-z])).*",
+    re.IGNORECASE,
 )
-_WORDS = re.compile(r"[A-Za-z][A-Za-z'’.-]{2,}(?:[\s,][A-Za-z'’.-]+)*")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z'’.-]*(?:[\s,]+[A-Za-z][A-Za-z'’.-]*)*")
+_ALSO_WORDS = frozenset({
+    "yes", "no", "not", "none", "true", "false", "neither", "both", "either", "undefined", "infinity",
+    "max", "min", "from", "to", "by", "at", "in",
+})  # fmt: skip
 _NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\([A-Za-z](?:,[A-Za-z])*\))?")
-_BRACKETED = re.compile(r"(\\\{|\(|\[|\\langle)(.*)(\\\}|\)|\]|\\rangle)", re.DOTALL)
+_BRACKETED = re.compile(r"(\\\{|\{|\(|\[|\\langle)(.*?)(\\\}|\}|\)|\]|\\rangle)", re.DOTALL)
+_ELEMENTS = re.compile(r"(?:[A-Za-z]|\([A-Za-z](?:,[A-Za-z])+\))\s*\\in\s*(?=\\\{)")
 _MATRIX = re.compile(r"\\begin\{([pbvVB]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 
@@ -126,30 +131,38 @@ class _Comparison:
     def notations(self, gold: str, answer: str) -> bool | None:
         """Clock times, ratios, and numbers with a base, whose digits are no plain numbers."""
         bases = _BASE.fullmatch(gold), _BASE.fullmatch(answer)
-        if any(bases) and (bases[0] or parse_number(gold) is not None) and (bases[1] or parse_number(answer) is not None):
+        if (
+            any(bases)
+            and (bases[0] or parse_number(gold) is not None)
+            and (bases[1] or parse_number(answer) is not None)
+        ):
             one, other = bases
             if one is None or other is None:
                 return False
             return (one[1].lstrip("0").lower(), one[2]) == (other[1].lstrip("0").lower(), other[2])
         one, other = _CLOCK.fullmatch(gold), _CLOCK.fullmatch(answer)
         if one and other:
-            return _clock(one) == _clock(other)
-        if _RATIO.fullmatch(gold) and _RATIO.fullmatch(answer):
-            return self.ratios(split_top(gold, _COLON), split_top(answer, _COLON))
+            return _clock(one) == _clock(other) and (not one[4] or not other[4] or _half(one) == _half(other))
+        parts = split_top(gold, _COLON), split_top(answer, _COLON)
+        if len(parts[0]) == len(parts[1]) > 1:
+            return self.ratios(*parts)
+        if one or other:
+            return False
+        if {len(parts[0]), len(parts[1])} == {1, 2}:
+            left, right = ("/".join(f"({side})" for side in part) for part in parts)
+            return self.values(left, right)
         return None
 
     def ratios(self, gold: Sequence[str], answer: Sequence[str]) -> bool | None:
-        if len(gold) != len(answer) or len(gold) < 2:
-            return None
         try:
             left = [expressions.read(part) for part in gold]
             right = [expressions.read(part) for part in answer]
             scale = ("divide", left[0], right[0])
             return all(
-                expressions.same_value(one, ("multiply", other, scale))
+                values.same_value(one, ("multiply", other, scale))
                 for one, other in zip(left[1:], right[1:], strict=True)
             )
-        except (expressions.NotRead, expressions.Undefined):
+        except (expressions.NotRead, values.Undefined):
             return None
 
     def percents(self, gold: str, answer: str) -> bool | None:
@@ -160,12 +173,16 @@ class _Comparison:
             return self.same(bare_gold, bare_answer)
         if self.same(bare_gold, bare_answer):
             return True
-        hundredth = (f"({bare_gold})/100", bare_answer) if gold.endswith("%") else (bare_gold, f"({bare_answer})/100")
+        hundredth = (
+            (f"({bare_gold})/100", bare_answer) if gold.endswith("%") else (bare_gold, f"({bare_answer})/100")
+        )
         return self.values(*hundredth)
 
     def regions(self, gold: str, answer: str) -> bool | None:
         """Sets of numbers given by inequalities, intervals or unions of them."""
-        if not any(sign in text for sign in ("<", ">", "!=", "\\cup", "\\in", "\\mathbb") for text in (gold, answer)):
+        if not any(
+            sign in text for sign in ("<", ">", "!=", "\\cup", "\\in", "\\mathbb") for text in (gold, answer)
+        ):
             return None
         one, other = as_region(gold), as_region(answer)
         if one is None or other is None:
@@ -195,6 +212,8 @@ class _Comparison:
             kind, items = one or other or ("", ())
             if len(items) == 1 and kind in ("set", "()"):
                 return self.same(items[0] if one else gold, items[0] if other else answer)
+            if kind == "list":  # the same value written in several ways
+                return all(self.same(item if one else gold, item if other else answer) for item in items)
             return False if kind != "()" or len(items) > 1 else None
         (kind, items), (other_kind, other_items) = one, other
         if max(len(items), len(other_items)) > MAX_ITEMS:
@@ -229,10 +248,10 @@ class _Comparison:
                 ("add", expressions.read(sides[0]), ("negative", expressions.read(sides[1])))
                 for sides in (left, right)
             )
-            return expressions.proportional(one, other)
+            return values.proportional(one, other)
         except expressions.NotRead:
             return len(left) == len(right) and all(map(self.same, left, right))
-        except expressions.Undefined:
+        except values.Undefined:
             return False
 
     def is_definition(self, sides: Sequence[str]) -> bool:
@@ -241,7 +260,7 @@ class _Comparison:
         return all(self.same(one, other) for one, other in itertools.pairwise(values))
 
     def words(self, gold: str, answer: str) -> bool | None:
-        one, other = bool(_WORDS.fullmatch(gold)), bool(_WORDS.fullmatch(answer))
+        one, other = _are_words(gold), _are_words(answer)
         if not one and not other:
             return None
         return one and other and _plain_words(gold) == _plain_words(answer)
@@ -258,31 +277,34 @@ class _Comparison:
         return self.same(value, other_value)
 
     def values(self, gold: str, answer: str) -> bool:
-        if _PLUS_MINUS.search(gold) or _PLUS_MINUS.search(answer):
-            one, other = _both_signs(gold), _both_signs(answer)
-            return len(one) == len(other) and self.same_set(one, other)
         try:
             left, right = expressions.read(gold), expressions.read(answer)
         except expressions.NotRead:
             return same_symbolically(gold, answer)
-        if ("constant", "infinity") in (left, right) or ("negative", ("constant", "infinity")) in (left, right):
+        if ("constant", "infinity") in (left, right) or ("negative", ("constant", "infinity")) in (
+            left,
+            right,
+        ):
             return left == right
         degrees = [side.endswith("\\degree") for side in (gold, answer)]
         try:
-            if expressions.same_value(left, right):
+            if values.same_value(left, right):
                 return True
-            if self.relative_tolerance and not expressions.symbols(left) | expressions.symbols(right):
-                return expressions.near(left, right, self.relative_tolerance)
-        except expressions.Undefined:
+            if self.relative_tolerance and not values.symbols(left) | values.symbols(right):
+                return values.near(left, right, self.relative_tolerance)
+        except values.Undefined:
             return left == right
         if degrees[0] != degrees[1]:
             return self.same(gold.removesuffix("\\degree").strip(), answer.removesuffix("\\degree").strip())
         return False
 
 
-def _clock(match: re.Match[str]) -> tuple[object, ...]:
-    half = (match[4] or "").replace(".", "").lower()
-    return int(match[1]), int(match[2]), int(match[3] or 0), half
+def _clock(match: re.Match[str]) -> tuple[int, int, int]:
+    return int(match[1]), int(match[2]), int(match[3] or 0)
+
+
+def _half(match: re.Match[str]) -> str:
+    return match[4][0].lower()
 
 
 def _plain_words(text: str) -> list[str]:
@@ -292,17 +314,28 @@ def _plain_words(text: str) -> list[str]:
 
 def _collection(text: str) -> tuple[str, list[str]] | None:
     """(kind, items): kind is set, list, or the brackets; None for anything else."""
-    items = [item.strip() for item in split_top(text, _LIST)]
+    text = _ELEMENTS.sub("", text, count=1)
+    items = _items(text)
     if len(items) > 1:
-        return "list", [item for item in items if item]
+        return "list", items
     match = _BRACKETED.fullmatch(text)
     if match is None or not _encloses(text, match[1]):
         return None
-    items = [item.strip() for item in split_top(match[2], _LIST)]
-    kind = {"\\{": "set", "\\langle": "()"}.get(match[1], match[1] + match[3])
-    if kind in ("()", "[]") and len(items) == 1:
+    items = _items(match[2])
+    kind = {"\\{": "set", "{": "set", "\\langle": "()"}.get(match[1], match[1] + match[3])
+    if (kind in ("()", "[]") or match[1] == "{") and len(items) == 1:
         return None
-    return kind, [item for item in items if item]
+    return kind, items
+
+
+def _items(text: str) -> list[str]:
+    """The parts of a list; one with a plus-minus sign is two."""
+    return [
+        signed
+        for item in split_top(text, _LIST)
+        if item.strip()
+        for signed in (_both_signs(item.strip()) if _PLUS_MINUS.search(item) else [item.strip()])
+    ]
 
 
 def _encloses(text: str, opening: str) -> bool:
@@ -332,8 +365,18 @@ def _vector(text: str) -> list[list[str]] | None:
 
 
 def _both_signs(text: str) -> list[str]:
-    if not _PLUS_MINUS.search(text):
-        return [text]
     upper = text.replace("\\pm", "+").replace("\\mp", "-")
     lower = text.replace("\\pm", "-").replace("\\mp", "+")
     return [upper, lower]
+
+
+def _are_words(text: str) -> bool:
+    """Whether a text is words of a language and not a product of symbols."""
+    if not _WORDS.fullmatch(text):
+        return False
+    words = [word.strip(".'’-").lower() for word in text.replace(",", " ").split()]
+    return (
+        all(len(word) > 1 or word in ("a", "i") for word in words)
+        and not any(word in NO_UNITS and word not in _ALSO_WORDS for word in words)
+        and (any(len(word) > 2 for word in words) or words == ["no"])
+    )

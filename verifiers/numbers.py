@@ -26,7 +26,9 @@ _NUMBER = re.compile(
 )
 _PLAIN = re.compile(r"[+-]?\d{1,18}")
 _SPACED = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
-_REPEATING = re.compile(r"(?P<sign>[+-]?)(?P<whole>\d*)\.(?P<fixed>\d*)\\(?:overline|bar|dot)\s*\{?(?P<period>\d+)\}?")
+_REPEATING = re.compile(
+    r"(?P<sign>[+-]?)(?P<whole>\d*)\.(?P<fixed>\d*)\\(?:overline|bar|dot)\s*\{?(?P<period>\d+)\}?"
+)
 _LAST = re.compile(
     rf"(?<![A-Za-z0-9_^.])(?<![_^]\{{)(?<![_^]\{{-)(?:{_FRACTION}|{_SLASH}(?![\d/])|{_DECIMAL}(?:{_EXPONENT})?)"
 )

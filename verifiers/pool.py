@@ -254,7 +254,9 @@ class _Nursery:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                reply, process = self._ask({"do": "fork", "names": sorted(names), **self._limits}, theirs.fileno())
+                reply, process = self._ask(
+                    {"do": "fork", "names": sorted(names), **self._limits}, theirs.fileno()
+                )
         except BaseException:
             ours.close()
             raise
@@ -309,13 +311,21 @@ class _Nursery:
         with theirs:
             self._process = subprocess.Popen(
                 # -P: the working directory must not shadow a package
-                [sys.executable, "-P", "-m", "headway.verifiers.worker", str(theirs.fileno()), str(os.getpid())],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "headway.verifiers.worker",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 # no compute threads: a process with threads cannot fork safely
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+                env=os.environ
+                | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             )
 
     def _stop(self) -> None:

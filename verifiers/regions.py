@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headway.verifiers import expressions
+from headway.verifiers import expressions, values
 from headway.verifiers.canonical import split_top
 
 _OR = re.compile(r"\s*(?:\bor\b|\\cup(?![A-Za-z]))\s*")
@@ -14,6 +14,7 @@ _AND = re.compile(r"\s*\band\b\s*")
 _COMMA = re.compile(r"\s*,\s*")
 _RELATION = re.compile(r"<=|>=|!=|<|>")
 _MEMBER = re.compile(r"\s*(\\?[A-Za-z]+(?:_\{?\w\}?)?)\s*\\in(?![A-Za-z])\s*(.*)")
+_BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?[|:]\s*(.*)\\\}")
 _VARIABLE = re.compile(r"[a-zA-Z](?:_\{?\w\}?)?|\\(?:theta|alpha|beta|lambda|phi|omega)")
 _INTERVAL = re.compile(r"([(\[])(.*)([)\]])")
 _REALS = re.compile(r"\\mathbb\s*\{?R\}?")
@@ -39,6 +40,9 @@ def as_region(text: str) -> Region | None:
     if member := _MEMBER.fullmatch(text):
         region = as_region(member[2])
         return region and Region(member[1], region.intervals)
+    if builder := _BUILDER.fullmatch(text):
+        region = as_region(builder[2])
+        return region if region and region.variable == builder[1] else None
     variables: set[str] = set()
     intervals: list[Interval] = []
     for part in split_top(text, _OR):
@@ -57,7 +61,9 @@ def same_region(one: Region, other: Region, same: Callable[[str, str], bool]) ->
         return False
     left, right = sorted(one.intervals, key=_place), sorted(other.intervals, key=_place)
     return len(left) == len(right) and all(
-        (a.low_closed, a.high_closed) == (b.low_closed, b.high_closed) and same(a.low, b.low) and same(a.high, b.high)
+        (a.low_closed, a.high_closed) == (b.low_closed, b.high_closed)
+        and same(a.low, b.low)
+        and same(a.high, b.high)
         for a, b in zip(left, right, strict=True)
     )
 
@@ -74,7 +80,9 @@ def _intervals(part: str, variables: set[str]) -> list[Interval] | None:
     if match is None or len(ends) != 2:
         return None
     low, high = map(_end, ends)
-    return [Interval(low, high, match[1] == "[" and "infty" not in low, match[3] == "]" and "infty" not in high)]
+    return [
+        Interval(low, high, match[1] == "[" and "infty" not in low, match[3] == "]" and "infty" not in high)
+    ]
 
 
 def _inequality(part: str, variables: set[str]) -> list[Interval] | None:
@@ -101,7 +109,11 @@ def _inequality(part: str, variables: set[str]) -> list[Interval] | None:
                 low, low_closed = bound, sign.endswith("=")
             else:
                 high, high_closed = bound, sign.endswith("=")
-    return [Interval(_end(low), _end(high), low_closed and "infty" not in low, high_closed and "infty" not in high)]
+    return [
+        Interval(
+            _end(low), _end(high), low_closed and "infty" not in low, high_closed and "infty" not in high
+        )
+    ]
 
 
 def _end(text: str) -> str:
@@ -113,6 +125,13 @@ def _place(interval: Interval) -> float:
     if interval.low.endswith("\\infty"):
         return float("-inf")
     try:
-        return float(expressions.evaluate(expressions.read(interval.low), {}))
-    except (expressions.NotRead, expressions.Undefined, expressions.TooLarge, KeyError, TypeError, OverflowError):
+        return float(values.evaluate(expressions.read(interval.low), {}))
+    except (
+        expressions.NotRead,
+        values.Undefined,
+        expressions.TooLarge,
+        KeyError,
+        TypeError,
+        OverflowError,
+    ):
         return 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -43,6 +44,7 @@ def _is_safe(text: str) -> bool:
 
 def _parse(text: str) -> Any | None:
     """The sympy object of a whole text; None when it is not read, or only its beginning is."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that its time limits are off
     from math_verify import LatexExtractionConfig, parse
     from sympy import srepr
 
@@ -52,7 +54,7 @@ def _parse(text: str) -> Any | None:
         extraction_config=[config],
         fallback_mode="no_fallback",
         extraction_mode="first_match",
-        parsing_timeout=None,
+        parsing_timeout=None,  # pyright: ignore[reportArgumentType]  (None: off)
     )
     if not parsed or isinstance(parsed[0], str):
         return None

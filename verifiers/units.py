@@ -13,19 +13,22 @@ _NAMES = {
     "eur": "euro", "€": "euro", "£": "gbp", "people": "person", "men": "man", "women": "woman",
     "children": "child", "mph": "mi/h", "kph": "km/h", "kmph": "km/h", "unit": "unit",
 }  # fmt: skip
-_SINGLE = "mgshLlNJWKVAΩ€£"
-_NO_UNITS = frozenset(
-    "or and not if where when with either neither both than then but nor vs versus times over plus minus squared cubed"
-    " sin cos tan cot sec csc log ln lg exp sqrt pi mod to from between through by at in".split()
-    + "theta alpha beta gamma delta lambda sigma omega phi rho tau".split()
-    + "arcsin arccos arctan sinh cosh tanh max min lim gcd lcm det true false yes no none infinity inf undefined".split()
-) - {"min", "in"}
+_SINGLE = "mgshLlNJWKVAΩ€£¥"
+NO_UNITS = frozenset({
+    "or", "and", "not", "if", "where", "when", "with", "either", "neither", "both", "than", "then", "but",
+    "nor", "vs", "versus", "times", "over", "plus", "minus", "squared", "cubed", "sin", "cos", "tan", "cot",
+    "sec", "csc", "log", "ln", "lg", "exp", "sqrt", "pi", "mod", "to", "from", "between", "through", "by",
+    "at", "theta", "alpha", "beta", "gamma", "delta", "lambda", "sigma", "omega", "phi", "rho", "tau",
+    "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "max", "lim", "gcd", "lcm", "det", "true",
+    "false", "yes", "no", "none", "infinity", "inf", "undefined",
+})  # fmt: skip
+"""Words that change what stands before them."""
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _WORD = rf"(?:[A-Za-z]{{2,}}|[{_SINGLE}])"
 _POWER = r"(?:\^\{?-?\d\}?)"
 _UNIT = rf"{_WORD}\.?{_POWER}?"
 _TRAILING = re.compile(
-    rf"(?P<value>[^\s].*?[\d)}}!.\]i]|.*\\pi|.*[\d)}}]\s*[a-z])(?P<unit>\s*(?<![\\A-Za-z]){_UNIT}(?:\s*[/* ·]\s*(?:per\s+)?{_UNIT})*)"
+    rf"(?P<value>(?:\S.*?)?[\d)}}!.\]i]|.*\\pi|.*[\d)}}]\s*[a-z])(?P<unit>\s*(?<![\\A-Za-z]){_UNIT}(?:\s*[/* ·]\s*(?:per\s+)?{_UNIT})*)"
 )
 _SCALE = re.compile(rf"(?P<value>.*\d)\s*(?P<scale>{'|'.join(_SCALES)})\b\s*(?P<rest>.*)")
 
@@ -38,17 +41,21 @@ def split_unit(text: str) -> tuple[str, str | None]:
     match = _TRAILING.fullmatch(text) if len(text) <= 400 else None
     if match is None or not re.search(r"\d|\\pi", match["value"]):
         return text, None
-    words = re.findall(r"[A-Za-z]+", match["unit"])
-    if any(word.lower() in _NO_UNITS for word in words) or len(words) > 5:
+    words = re.findall(r"[A-Za-zΩ€£¥]+", match["unit"])
+    if any(word.lower() in NO_UNITS for word in words) or len(words) > 5:
         return text, None
     attached = not match["unit"].startswith(" ")
-    if attached and not _known(words[0]):
+    if attached and (len(words[0]) == 1 or not _known(words[0])):  # 2s is a product
         return text, None
     return match["value"].strip(), _normal(match["unit"])
 
 
 def _known(word: str) -> bool:
-    return word in _NAMES.values() or word.lower().rstrip("s") in _NAMES or word in ("mL", "kWh", "Hz", "kg", "mg")
+    return (
+        word in _NAMES.values()
+        or word.lower().rstrip("s") in _NAMES
+        or word in ("mL", "kWh", "Hz", "kg", "mg")
+    )
 
 
 def _normal(unit: str) -> str:
@@ -59,7 +66,7 @@ def _normal(unit: str) -> str:
     unit = re.sub(r"\b(?:cubic|cu)\s+([A-Za-z]+)", r"\1^3", unit)
     unit = re.sub(r"\b([A-Za-z]+)\s+squared\b", r"\1^2", unit)
     unit = re.sub(r"\b([A-Za-z]+)\s+cubed\b", r"\1^3", unit)
-    return re.sub(r"[A-Za-z€£]+", lambda word: _name(word.group()), unit)
+    return re.sub(r"[A-Za-zΩ€£¥]+", lambda word: _name(word.group()), unit)
 
 
 def _name(word: str) -> str:

@@ -12,7 +12,8 @@ class Verdict:
     score: float | None
     """In [0, 1]; None: unscored, because something other than the response failed."""
     reason: str
-    """Short label: correct, wrong, no_answer, ambiguous, exception, too_large, timeout, memory, crash, bad_gold."""
+    """Short label. Score 1: correct; 0: wrong, no_answer, ambiguous (different answers side by side), too_large, code
+    (would run as code), exception (the scorer failed on it), timeout, memory; None: crash, bad_gold."""
     extracted: str | None = None
     """The answer that was compared, whole; None when there is none."""
     parts: tuple[tuple[str, float], ...] = ()

@@ -1,0 +1,125 @@
+"""Scores held-out prompts with the very verifier of training, on one engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.actors.generation import GenerationActor, GroupRequest
+from headway.actors.verifier import VerifierWorker
+from headway.cluster.preflight import preflight, prompts_of
+from headway.core.config import Config, load_config
+from headway.core.errors import ConfigError
+from headway.core.prompts import Prompt
+from headway.learner import checkpoint
+
+HELD_OUT_SEED_OFFSET = 1_000_003  # generated tasks: another seed than any training epoch's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """Result over `num_prompts` prompts with `samples` responses each."""
+
+    model: str
+    source: str
+    num_prompts: int
+    samples: int
+    mean_score: float
+    """Mean over scored responses; NaN without any."""
+    num_unscored: int
+    truncated_fraction: float
+    reasons: dict[str, int]
+    examples: list[dict[str, Any]]
+    """prompt, gold, text, reward, reason of a few responses, right and wrong."""
+
+
+def evaluation_config(target: str, config_path: Path | None, overrides: list[str]) -> tuple[Config, str]:
+    """The configuration and model folder for a run folder, or for a model with `--config`. Raises `ConfigError`."""
+    run_config = Path(target) / "config.json"
+    if run_config.is_file():
+        newest = checkpoint.newest_complete(Path(target) / "checkpoints")
+        if newest is None:
+            raise ConfigError(f"run {target} has no complete checkpoint yet, so there is nothing to evaluate")
+        return load_config(config_path or run_config, overrides), str(newest / "learner" / "model")
+    if config_path is None:
+        raise ConfigError(f"{target} is no run folder (it holds no config.json); for a model, say --config CONFIG")
+    return load_config(config_path, overrides), target
+
+
+def held_out(config: Config) -> tuple[str, tuple[Prompt, ...]]:
+    """The prompts that training does not see. Raises `ConfigError` when the configuration names none."""
+    data = config.data
+    if data.eval_source is not None:
+        return data.eval_source, prompts_of(config, data.eval_source, config.run.seed)
+    if data.source.startswith("reasoning_gym:"):
+        return data.source, prompts_of(config, data.source, config.run.seed + HELD_OUT_SEED_OFFSET)
+    raise ConfigError("data.eval_source is not set; name a file with held-out prompts")
+
+
+def evaluate(config: Config, model: str, *, limit: int, samples: int, temperature: float) -> Evaluation:
+    """Samples and scores; raises `UserError`s for what the configuration lacks."""
+    source, prompts = held_out(config)
+    prompts = prompts[:limit]
+    config = config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": model}),
+            "data": config.data.model_copy(update={"source": source}),
+        }
+    )
+    checked = preflight(config)
+    rows = asyncio.run(_sample(checked.config, str(checked.model_folder), prompts, samples, temperature))
+    scores = [row["reward"] for row in rows if row["reward"] is not None]
+    by_score = sorted((row for row in rows if row["reward"] is not None), key=lambda row: row["reward"])
+    return Evaluation(
+        model=model,
+        source=source,
+        num_prompts=len(prompts),
+        samples=samples,
+        mean_score=sum(scores) / len(scores) if scores else float("nan"),
+        num_unscored=len(rows) - len(scores),
+        truncated_fraction=sum(row["truncated"] for row in rows) / len(rows),
+        reasons=dict(Counter(row["verdict_reason"] for row in rows).most_common()),
+        examples=[
+            {key: row[key] for key in ("prompt", "gold", "text", "reward", "verdict_reason")}
+            for row in [*by_score[-3:], *by_score[:3]]
+        ],
+    )
+
+
+async def _sample(
+    config: Config, model_folder: str, prompts: tuple[Prompt, ...], samples: int, temperature: float
+) -> list[dict[str, Any]]:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    engine = GenerationActor(config, model_folder, 0)
+    verifier = VerifierWorker(config.verifiers.processes, config.verifiers.timeout_s, config.verifiers.memory_mib)
+    room = asyncio.Semaphore(max(1, config.generation.max_concurrent_requests // samples))
+
+    async def one(number: int, prompt: Prompt) -> list[dict[str, Any]]:
+        async with room:
+            table = await engine.generate(
+                GroupRequest(
+                    group_id=number,
+                    prompt=prompt,
+                    group_size=samples,
+                    temperature=temperature,
+                    top_p=config.sampling.top_p,
+                    max_new_tokens=config.sampling.max_new_tokens,
+                    deadline_s=config.lag.straggler_deadline_s,
+                )
+            )
+        table = await asyncio.to_thread(verifier.score, table, prompt)
+        kept = table.select(["text", "reward", "verdict_reason", "truncated"]).to_pylist()
+        return [{**row, "prompt": prompt.content, "gold": prompt.gold} for row in kept]
+
+    try:
+        await engine.start()
+        await engine.serve_loaded()
+        groups = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+        return [row for group in groups for row in group]
+    finally:
+        verifier.close()
+        await engine.shutdown()

@@ -1,0 +1,123 @@
+"""Sends a training run to a Ray cluster as a job: exactly this code as a wheel, the resolved configuration, and the
+prompt files that it names."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from headway.core.config import Config
+from headway.core.errors import ClusterError, ConfigError
+
+LARGEST_SHIPPED_FILE = 50 << 20
+PACKAGES = ("core", "verifiers", "learner", "actors", "cluster")
+POLL_S = 1.0
+
+
+def build_wheel(target: Path) -> Path:
+    """A wheel of the code that is running. Raises `ConfigError` when that is not a source tree."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "pyproject.toml").is_file():
+        raise ConfigError(
+            f"submit builds a wheel of headway's source tree, but {root} is none; install with pip install -e ."
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        # A copy, so that building leaves nothing behind in the tree.
+        for name in PACKAGES:
+            shutil.copytree(root / name, Path(scratch) / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            if (root / name).is_file():
+                shutil.copy(root / name, scratch)
+        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+        done = subprocess.run(
+            [*command, "--wheel-dir", str(target), scratch], capture_output=True, text=True, timeout=300
+        )
+        if done.returncode:
+            raise ConfigError(f"building the wheel failed:\n{done.stderr[-2000:]}")
+    return next(target.glob("headway-*.whl"))
+
+
+def job_folder(config: Config, folder: Path) -> None:
+    """What the job finds in its working directory: the configuration, and the prompt files under their names."""
+    tree = json.loads(config.model_dump_json())
+    tree["cluster"]["address"] = "auto"
+    tree["run"]["folder"] = str(config.run.folder.resolve())
+    for key in ("source", "eval_source"):
+        source = tree["data"][key]
+        if source is None or source.startswith("reasoning_gym:"):
+            continue
+        path = Path(source)
+        if path.is_file() and path.stat().st_size <= LARGEST_SHIPPED_FILE:
+            shutil.copy(path, folder / path.name)
+            tree["data"][key] = path.name
+        elif not path.is_absolute():
+            raise ConfigError(
+                f"data.{key}={source} is missing here or over {LARGEST_SHIPPED_FILE >> 20} MiB, so it is not "
+                "shipped; give an absolute path that every node can read"
+            )
+    (folder / "config.json").write_text(json.dumps(tree, indent=2), encoding="utf-8")
+
+
+def submit(config: Config, address: str, *, submission_id: str | None, resume: bool, overwrite: bool) -> tuple[Any, str]:
+    """Submits the run; returns the client and the job's id. Raises `ClusterError`."""
+    from ray.job_submission import JobSubmissionClient
+
+    # With a token at hand the client must be told to send it, whatever the cluster's default is.
+    if os.environ.get("RAY_AUTH_TOKEN") or (Path.home() / ".ray" / "auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    flags = [flag for flag, on in (("--resume", resume), ("--overwrite", overwrite)) if on]
+    with tempfile.TemporaryDirectory() as scratch:
+        wheels, folder = Path(scratch) / "wheels", Path(scratch) / "job"
+        wheels.mkdir()
+        folder.mkdir()
+        wheel = build_wheel(wheels)
+        job_folder(config, folder)
+        try:
+            client = JobSubmissionClient(address)
+            job = client.submit_job(
+                entrypoint=" ".join(["python -m headway.cluster.cli train config.json", *flags]),
+                submission_id=submission_id or f"headway-{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}",
+                runtime_env={"working_dir": str(folder), "py_modules": [str(wheel)]},
+                metadata={"headway_run": config.run.name},
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            hint = (
+                " (the cluster wants a token: set RAY_AUTH_TOKEN, or put it into ~/.ray/auth_token)"
+                if "401" in str(error) or "nauthor" in str(error)
+                else ""
+            )
+            raise ClusterError(f"cannot submit to {address}: {str(error).splitlines()[0]}{hint}") from error
+    return client, job
+
+
+def follow(client: Any, job: str) -> Iterator[str]:
+    """The job's log as it grows, until it ends. A lost connection is taken up again."""
+    seen = 0
+    while True:
+        with contextlib.suppress(RuntimeError, ConnectionError, OSError):
+            logs = client.get_job_logs(job)
+            yield logs[seen:]
+            seen = len(logs)
+            if client.get_job_status(job).is_terminal():
+                yield client.get_job_logs(job)[seen:]
+                return
+        time.sleep(POLL_S)
+
+
+def exit_code(client: Any, job: str) -> int:
+    """Exit code of an ended job: its driver's own, 1 when it has none."""
+    info = client.get_job_info(job)
+    if info.status == "SUCCEEDED":
+        return 0
+    return info.driver_exit_code or 1
+
+

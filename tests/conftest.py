@@ -1,0 +1,35 @@
+"""Shared builders. Everything here is real: models, tables, tokenizers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def tiny_adder() -> Path:
+    """The small character model that adds numbers, right about every other time."""
+    from headway.learner.pretrained import model_folder
+
+    return model_folder("tiny-adder")
+
+
+@pytest.fixture(scope="session")
+def tiny_random() -> Path:
+    """The same architecture and tokenizer with random weights."""
+    from headway.learner.pretrained import model_folder
+
+    return model_folder("tiny-random")

@@ -1,0 +1,111 @@
+"""The endpoint: exact values, every series from the start, names that promtool accepts."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import urllib.request
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from headway.cluster.exporter import Exporter
+from headway.core.metrics import METRICS, Recorder
+
+
+def scrape(exporter: Exporter) -> str:
+    registry = CollectorRegistry()
+    registry.register(exporter)
+    return generate_latest(registry).decode()
+
+
+def test_names_follow_the_rules() -> None:
+    for metric in METRICS:
+        assert re.fullmatch(r"headway_[a-z][a-z0-9_]*", metric.name)
+        assert (metric.kind == "counter") == metric.name.endswith("_total")
+        assert metric.help.endswith(".")
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+
+
+def test_every_labelled_series_exists_at_zero_from_the_start() -> None:
+    text = scrape(Exporter())
+    assert 'headway_version_lag_steps_bucket{le="0",phase="total"} 0.0' in text
+    assert 'headway_groups_dropped_total{reason="straggler"} 0.0' in text
+    for metric in METRICS:
+        assert f"# TYPE {metric.name.removesuffix('_total') if metric.kind == 'counter' else metric.name}" in text
+
+
+def test_histogram_sums_are_exact_and_buckets_cumulative() -> None:
+    recorder, exporter = Recorder(), Exporter()
+    recorder.observe("headway_version_lag_steps", [0, 1, 1, 100, -0.0], label="total")
+    exporter.apply(recorder.drain())
+    recorder.observe("headway_version_lag_steps", [2], label="total")
+    exporter.apply(recorder.drain())
+    text = scrape(exporter)
+    assert 'headway_version_lag_steps_sum{phase="total"} 104.0' in text
+    assert 'headway_version_lag_steps_bucket{le="0",phase="total"} 2.0' in text
+    assert 'headway_version_lag_steps_bucket{le="1",phase="total"} 4.0' in text
+    assert 'headway_version_lag_steps_bucket{le="32",phase="total"} 5.0' in text
+    assert 'headway_version_lag_steps_bucket{le="+Inf",phase="total"} 6.0' in text
+    assert 'headway_version_lag_steps_count{phase="total"} 6.0' in text
+
+
+def test_nan_is_counted_and_never_exported() -> None:
+    recorder, exporter = Recorder(), Exporter()
+    recorder.set("headway_loss", 1.5)
+    recorder.set("headway_loss", float("nan"))
+    recorder.observe("headway_reward", [float("inf"), 1.0])
+    exporter.apply(recorder.drain())
+    assert exporter.value("headway_loss") == 1.5
+    assert exporter.value("headway_nonfinite_total") == 2
+    samples = [line for line in scrape(exporter).splitlines() if not line.startswith("#")]
+    assert not [line for line in samples if line.endswith(("NaN", "-0.0", "Inf"))]
+
+
+def test_counters_go_on_after_a_resume_and_gauges_do_not() -> None:
+    recorder, exporter = Recorder(), Exporter()
+    recorder.inc("headway_trained_tokens_total", 10)
+    recorder.set("headway_queue_groups", 4)
+    recorder.observe("headway_reward", [1.0])
+    exporter.apply(recorder.drain())
+    resumed = Exporter()
+    resumed.restore(exporter.state())
+    recorder.inc("headway_trained_tokens_total", 5)
+    resumed.apply(recorder.drain())
+    assert resumed.value("headway_trained_tokens_total") == 15
+    assert resumed.value("headway_queue_groups") == 0
+    assert "headway_reward_sum 1.0" in scrape(resumed)
+
+
+def test_two_exporters_live_side_by_side_and_a_taken_port_is_passed_over() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        first, second = Exporter(), Exporter()
+        try:
+            first_port = first.serve("127.0.0.1", port)
+            second_port = second.serve("127.0.0.1", port)
+            assert port < first_port < second_port
+            with urllib.request.urlopen(f"http://127.0.0.1:{second_port}/metrics", timeout=5) as answer:
+                assert b"headway_learner_version 0.0" in answer.read()
+        finally:
+            first.close()
+            second.close()
+
+
+def test_promtool_has_nothing_to_say() -> None:
+    recorder, exporter = Recorder(), Exporter()
+    recorder.set("headway_engine_version", 3, label="0")
+    recorder.observe("headway_step_seconds", [1.0], label="total")
+    exporter.apply(recorder.drain())
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=scrape(exporter), capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_metric_that_is_not_in_the_table_is_a_bug() -> None:
+    with pytest.raises(KeyError):
+        Recorder().inc("headway_typo_total")
