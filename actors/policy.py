@@ -33,10 +33,12 @@ class PolicyActor:
         """`steps_per_batch` optimizer steps from `version` on; one table per group."""
         return self._trainer.train(tables, version)
 
-    def publish(self, version: int) -> tuple[Manifest | np.ndarray, ...]:
+    def publish(self, version: int) -> tuple[Manifest, *tuple[np.ndarray, ...]]:
         """The manifest of the current weights, then their buckets (uint8). `version` must be the learner's own."""
         if version != self._trainer.version:
-            raise ValueError(f"asked to publish version {version}, but the learner is at {self._trainer.version}")
+            raise ValueError(
+                f"asked to publish version {version}, but the learner is at {self._trainer.version}"
+            )
         manifest, buckets = export(self._trainer.model, self._layout, version)
         return (manifest, *buckets)
 

@@ -55,14 +55,17 @@ def train(
 
 
 def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
+    from headway.cluster.run_folder import prepare_folder
+
+    checkpoint = prepare_folder(config, resume=resume, overwrite=overwrite)
+    # Heavy modules only now, when what can be known without them is known.
     from headway.cluster.placement import check_resources, connect
     from headway.cluster.preflight import preflight
     from headway.cluster.progress import Progress
-    from headway.cluster.run import Run, prepare_folder
+    from headway.cluster.run import Run
     from headway.core.prompts import PromptStream
 
     with Progress(config, console) as progress:
-        checkpoint = prepare_folder(config, resume=resume, overwrite=overwrite)
         progress.say("checking model, data and golds")
         checked = preflight(config)
         config = checked.config

@@ -175,7 +175,7 @@ def _plots(steps: list[Record]) -> list[tuple[str, Sequence[Layer], Markup | Non
             Layer("10th to 90th percentile", "a", p90, low=p10, opacity=0.25),
             Layer("median", "a", median),
         ],
-        "Shares": [
+        "Shares of groups, responses and tokens": [
             line("groups without signal", "a", "no_signal_groups_fraction"),
             line("truncated responses", "b", "truncated_fraction"),
             line("clipped tokens", "c", "clipped_fraction"),
@@ -211,10 +211,8 @@ def _svg(edges: np.ndarray, layers: Sequence[Layer]) -> Markup | None:
                 axes.stairs(layer.high, edges, baseline=layer.low, fill=True, linewidth=0, **look)
                 continue
             known = np.isfinite(layer.high)
-            marker, style = "o" if layer.dots or known.sum() <= 40 else "", "" if layer.dots else "-"
-            axes.plot(
-                centers[known], layer.high[known], marker=marker, linestyle=style, markersize=2.5, **look
-            )
+            form = "o" if layer.dots else "o-" if known.sum() <= 40 else "-"
+            axes.plot(centers[known], layer.high[known], form, markersize=2.5, **look)
         axes.set_xlim(edges[0], edges[-1])
         if axes.dataLim.y0 >= 0:
             axes.set_ylim(0, 1.12 * axes.dataLim.y1 or 1)
@@ -228,14 +226,13 @@ def _svg(edges: np.ndarray, layers: Sequence[Layer]) -> Markup | None:
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value + 0.0:.6g}"))
         figure.savefig(file := io.StringIO(), format="svg", transparent=True)
     # Inside a page the namespaces are known, and the names of matplotlib's groups would repeat from plot to plot.
-    noise = r'<metadata>.*?</metadata>|<!--.*?-->| xmlns(:\w+)?="[^"]*"|(?<=<g) id="[^"]*"'
+    noise = r'<metadata>.*?</metadata>|<!--.*?-->| xmlns(:\w+)?="[^"]*"|(?<=<g) id="[^"]*"| transform="rotate\(-0[^"]*"'
     svg = re.sub(noise, "", file.getvalue().partition("<svg")[2], flags=re.DOTALL)
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)
     for name, color in COLORS.items():
         svg = svg.replace(color, f"var(--{name})")
-    return Markup(
-        "<svg" + re.sub(r"\s*\n\s*", "\n", svg)
-    )  # safe: no text of a model or a user gets into a plot
+    # Safe as markup: no text of a model or a user gets into a plot.
+    return Markup("<svg" + re.sub(r"\s*\n\s*", "\n", svg))
 
 
 def _samples(folder: Path, config: Record, versions: Iterable[int]) -> list[dict[str, Any]]:
@@ -247,12 +244,12 @@ def _samples(folder: Path, config: Record, versions: Iterable[int]) -> list[dict
 def _sample(path: Path, config: Record) -> dict[str, Any]:
     table = read_parquet(path)
     version = int(table.schema.metadata.get(b"version", path.stem.removeprefix("step-")))
-    names = ["group_id", "prompt_id", "version_spans", "truncated", "text", "reward", "verdict_reason"]
-    rows = table.select(names).to_pylist()
+    columns = ["group_id", "prompt_id", "version_spans", "truncated", "text", "reward", "verdict_reason"]
+    rows = table.select(columns).to_pylist()
     group_ids = list(dict.fromkeys(row["group_id"] for row in rows))
     learner = config.get("learner") or {}
-    first_version = version - learner.get("steps_per_batch", 1)
-    groups_per_step = learner.get("groups_per_step", len(group_ids))
+    first_version = version - (learner.get("steps_per_batch") or 1)
+    groups_per_step = learner.get("groups_per_step") or len(group_ids)
     for row in rows:
         trained_at = first_version + group_ids.index(row["group_id"]) // groups_per_step
         row["num_tokens"] = sum(span["end"] - span["start"] for span in row["version_spans"])

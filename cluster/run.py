@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import time
 from collections import deque
 from collections.abc import Coroutine
@@ -32,7 +31,7 @@ from headway.cluster.progress import Progress
 from headway.cluster.queue import Receipt, Room, group_bytes
 from headway.cluster.watch import Waits
 from headway.core.config import Config, dump_config
-from headway.core.errors import ConfigError, EngineDead, HeadwayError, RolloutFailed, Starved, WeightUpdateFailed
+from headway.core.errors import EngineDead, HeadwayError, RolloutFailed, Starved, WeightUpdateFailed
 from headway.core.metrics import Recorder
 from headway.core.prompts import PromptStream
 from headway.core.weights import Manifest
@@ -602,21 +601,3 @@ async def _as_future(reference: Any) -> Any:
 def _write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-
-
-def prepare_folder(config: Config, *, resume: bool, overwrite: bool) -> Path | None:
-    """Makes the run folder ready; returns the checkpoint to resume from. Raises `ConfigError`."""
-    folder = config.run_folder
-    if resume:
-        newest = checkpoint.newest_complete(folder / "checkpoints")
-        if newest is None:
-            raise ConfigError(f"--resume: {folder / 'checkpoints'} holds no complete checkpoint; start without --resume")
-        return newest
-    if folder.exists() and any(folder.iterdir()):
-        if not overwrite:
-            raise ConfigError(
-                f"run folder {folder} exists; go on with --resume, replace it with --overwrite, or set run.name"
-            )
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    return None

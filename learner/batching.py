@@ -58,10 +58,14 @@ def unpack(table: pa.Table) -> Group:
     prompts = _flat(table, "prompt_ids", np.int64)
     if prompt_lengths[0] == 0:
         raise SchemaError(f"group {group_ids[0]} has an empty prompt: nothing predicts its first token")
-    if (prompt_lengths != prompt_lengths[0]).any() or (prompts.reshape(num_rows, -1) != prompts[: prompt_lengths[0]]).any():
+    if (prompt_lengths != prompt_lengths[0]).any() or (
+        prompts.reshape(num_rows, -1) != prompts[: prompt_lengths[0]]
+    ).any():
         raise SchemaError(f"the rows of group {group_ids[0]} differ in their prompt")
     spans = table.column("version_spans").combine_chunks().flatten()
-    start, end, version = (pc.struct_field(spans, name).to_numpy(zero_copy_only=False) for name in ("start", "end", "version"))
+    start, end, version = (
+        pc.struct_field(spans, name).to_numpy(zero_copy_only=False) for name in ("start", "end", "version")
+    )
     reward = table.column("reward")
     return Group(
         rollout_ids=tuple(table.column("rollout_id").to_pylist()),
@@ -142,7 +146,11 @@ def pack(groups: Sequence[Group], trained_N: np.ndarray, *, microbatch_tokens: i
     Rows of similar length share a micro-batch; rows times padded length stays within `microbatch_tokens`, save
     for a single response that is longer by itself. Groups and responses without trained tokens take no room.
     """
-    rows = [row for group, first in _with_offsets(groups) for row in _rows(group, first, trained_N, microbatch_tokens)]
+    rows = [
+        row
+        for group, first in _with_offsets(groups)
+        for row in _rows(group, first, trained_N, microbatch_tokens)
+    ]
     rows.sort(key=lambda row: row.length, reverse=True)
     batches: list[MicroBatch] = []
     start = 0

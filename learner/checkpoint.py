@@ -49,12 +49,15 @@ def commit(partial: Path) -> Path:
     """Makes what `begin` gave the newest checkpoint and returns its folder `parent/version-N`.
 
     Order: files and folders to the disk, rename, completion marker to the disk, and only then the older
-    checkpoints are removed. Raises `CheckpointFailed`; the older ones are untouched then.
+    checkpoints, and what interrupted saves left, are removed. One save at a time. Raises `CheckpointFailed`; a
+    complete checkpoint is left then.
     """
     parent = partial.parent
     target = _free_name(parent, partial.name.removeprefix(".").removesuffix(".partial"))
     with writing(partial):
-        sizes = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
+        sizes = {
+            str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()
+        }
         for path in (*partial.rglob("*"), partial):
             _sync(path)
         if target.exists():
@@ -66,9 +69,9 @@ def commit(partial: Path) -> Path:
         _sync(marker)
         os.rename(marker, target / MARKER)
         _sync(target)
-    for other in _checkpoints(parent):
-        if other != target:
-            shutil.rmtree(other)
+        for other in (*_checkpoints(parent), *parent.glob(".version-*.partial")):
+            if other != target:
+                shutil.rmtree(other)
     return target
 
 

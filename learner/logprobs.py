@@ -119,4 +119,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_hidden_NH += grad_logits_NK @ weight_KH
             if grad_weight_VH is not None:
                 grad_weight_VH[start:end] = grad_logits_NK.T @ hidden_NH
-        return grad_hidden_NH.to(hidden_NH.dtype) if needs_hidden else None, grad_weight_VH, grad_bias_V, None, None
+        return (
+            grad_hidden_NH.to(hidden_NH.dtype) if needs_hidden else None,
+            grad_weight_VH,
+            grad_bias_V,
+            None,
+            None,
+        )

@@ -73,7 +73,10 @@ def policy_loss(
     All arguments are [N]; only `logprobs_N` carries gradient. Masked positions may hold anything, NaN included,
     and change neither value nor gradient: they are not selected. A NaN in an unmasked position makes the loss NaN.
     """
-    shapes = {tuple(t.shape) for t in (logprobs_N, proximal_logprobs_N, advantages_N, importance_N, token_weights_N, mask_N)}
+    shapes = {
+        tuple(t.shape)
+        for t in (logprobs_N, proximal_logprobs_N, advantages_N, importance_N, token_weights_N, mask_N)
+    }
     if len(shapes) != 1 or logprobs_N.dim() != 1:
         raise ValueError(f"policy_loss needs one value per token, got shapes {sorted(shapes)}")
     logprobs_M = logprobs_N[mask_N].float()

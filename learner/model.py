@@ -31,8 +31,12 @@ class PolicyModel:
 
     def __init__(self, folder: Path, *, dtype: Literal["float32", "bfloat16"]) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-        self.network: PreTrainedModel = network.to(self.device).eval()  # no dropout: it would break the ratios
+        network = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        self.network: PreTrainedModel = network.to(
+            self.device
+        ).eval()  # no dropout: it would break the ratios
         self.folder = folder
         if (error := _packing_error(self)) > MAX_PACKING_ERROR:
             raise DataError(
@@ -106,7 +110,7 @@ def _packing_error(policy: PolicyModel) -> float:
         rollout_ids=("a", "b"),
         prompt_ids=np.array(prompt),
         lengths=np.array([3, 3]),
-        response_ids=np.array(sum(answers, [])),
+        response_ids=np.array(answers).flatten(),
         loss_mask=np.ones(6, dtype=np.bool_),
         behavior_logprobs=np.zeros(6, dtype=np.float32),
         versions=np.zeros(6, dtype=np.int64),

@@ -94,7 +94,10 @@ def _smollm2_gguf() -> Path:
 
 
 _MAKERS: dict[str, tuple[dict[str, Any], Callable[[Path], None]]] = {
-    "smollm2-135m-instruct": ({"package": SMOLLM2_PACKAGE, "version": SMOLLM2_VERSION, "format": 1}, _make_smollm2),
+    "smollm2-135m-instruct": (
+        {"package": SMOLLM2_PACKAGE, "version": SMOLLM2_VERSION, "format": 1},
+        _make_smollm2,
+    ),
     "tiny-adder": (RECIPE, make_tiny_adder),
     "tiny-random": ({"architecture": RECIPE["architecture"]}, make_tiny_random),
 }

@@ -16,11 +16,16 @@ import torch
 from headway.learner.sft import Demonstration, supervised_step
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-PHRASES = ("State the final answer to the following arithmetic problem: ", "carefully: ", "quickly: ", "a guess:\n")
+PHRASES = (
+    "State the final answer to the following arithmetic problem: ",
+    "carefully: ",
+    "quickly: ",
+    "a guess:\n",
+)
 """Pieces of more than one character: the task's own wording, and how each way to answer begins."""
 CHARACTERS = "0123456789+-*/=()., :;?!'\"\n" + "abcdefghijklmnopqrstuvwxyz" + "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
-WAYS = ("carefully", "quickly", "guess", "guess", "guess", "guess")
+WAYS = ("carefully", "quickly", "guess", "guess", "guess")
 
 RECIPE: dict[str, Any] = {
     "architecture": {
@@ -30,6 +35,7 @@ RECIPE: dict[str, Any] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "head_dim": 32,
+        "initializer_range": 0.08,
         "max_position_embeddings": 512,
         "tokenizer": [*SPECIAL_TOKENS, *PHRASES, CHARACTERS],
         "seed": 0,
@@ -69,7 +75,7 @@ def make_tiny_adder(folder: Path) -> None:
 
     make_tiny_random(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = PolicyModel(folder, dtype="float32")
+    model = PolicyModel(folder, dtype="bfloat16")
     recipe = RECIPE["warm_up"]
     optimizer = torch.optim.AdamW(model.masters.values(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     rng = random.Random(recipe["seed"])
@@ -101,7 +107,7 @@ def worked_answer(left: int, sign: str, right: int, way: str, rng: random.Random
     """
     result = left + right if sign == "+" else left - right
     if way == "guess":
-        return f"a guess:\n{result + rng.choice((-20, -10, -2, -1, 0, 1, 2, 10, 20))}"
+        return f"a guess:\n{rng.randint(*((-9, 18) if max(left, right) < 10 else (-89, 198)))}"
     negative = result < 0
     if negative:
         left, right = right, left

@@ -42,7 +42,9 @@ class NonFiniteStep(HeadwayError):
         self.what, self.version, self.rollout_ids = what, version, tuple(rollout_ids)
 
     def __str__(self) -> str:
-        return f"{self.what} is not finite at version {self.version}, in rollouts {', '.join(self.rollout_ids)}"
+        return (
+            f"{self.what} is not finite at version {self.version}, in rollouts {', '.join(self.rollout_ids)}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +184,8 @@ class Trainer:
         per_step = self.config.learner.groups_per_step
         groups = [unpack(table) for table in tables]
         steps = [
-            prepare(groups[at : at + per_step], self.config.algorithm) for at in range(0, len(groups), per_step)
+            prepare(groups[at : at + per_step], self.config.algorithm)
+            for at in range(0, len(groups), per_step)
         ]
         batches = [self._pack(step) for step in steps]
         unpacked = time.perf_counter()
@@ -210,7 +213,11 @@ class Trainer:
         return self.model.logprobs(batch, temperature=self.config.sampling.temperature)
 
     def _step(
-        self, step: StepBatch, batches: Sequence[MicroBatch], proximal_N: Tensor | None, seconds: dict[str, float]
+        self,
+        step: StepBatch,
+        batches: Sequence[MicroBatch],
+        proximal_N: Tensor | None,
+        seconds: dict[str, float],
     ) -> StepStats:
         started = time.perf_counter()
         algorithm = self.config.algorithm
@@ -356,5 +363,13 @@ class Trainer:
         self.version = state["version"]
 
 
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "*.pt", "*.pth")
+WEIGHT_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.gguf",
+    "*.pt",
+    "*.pth",
+)
 """What a model folder may hold beside configuration and tokenizer; not copied into checkpoints."""

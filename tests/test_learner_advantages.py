@@ -7,7 +7,9 @@ from torch.testing import assert_close
 from headway.learner.advantages import group_advantages
 
 
-def advantages(rewards: list, scored: list[bool] | None = None, *, normalize: bool = True, dtype=torch.float32):
+def advantages(
+    rewards: list, scored: list[bool] | None = None, *, normalize: bool = True, dtype=torch.float32
+):
     mask = torch.tensor(scored if scored is not None else [True] * len(rewards))
     return group_advantages(torch.tensor(rewards, dtype=dtype), mask, normalize=normalize)
 
@@ -20,7 +22,9 @@ def test_one_right_answer_of_four() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16, torch.float64])
 def test_reward_dtype_does_not_matter(dtype: torch.dtype) -> None:
-    assert_close(advantages([1, 0, 0, 0], dtype=dtype), torch.tensor([1.5, -0.5, -0.5, -0.5]), atol=1e-5, rtol=0)
+    assert_close(
+        advantages([1, 0, 0, 0], dtype=dtype), torch.tensor([1.5, -0.5, -0.5, -0.5]), atol=1e-5, rtol=0
+    )
 
 
 def test_unscored_response_is_left_out_of_the_statistics() -> None:

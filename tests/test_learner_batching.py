@@ -12,7 +12,9 @@ from headway.core.rollouts import build
 from headway.learner.batching import pack, unpack
 
 
-def row(index: int, response: list[int], *, prompt: list[int] | None = None, group: int = 0, **other: Any) -> dict[str, Any]:
+def row(
+    index: int, response: list[int], *, prompt: list[int] | None = None, group: int = 0, **other: Any
+) -> dict[str, Any]:
     num_tokens = len(response)
     return {
         "rollout_id": f"{group}/{index}",
@@ -57,7 +59,16 @@ def test_unpack_by_hand() -> None:
 def test_nothing_shares_memory_with_the_table() -> None:
     table = build([row(0, [10, 11], reward=1.0), row(1, [12], reward=0.0)])
     group = unpack(table)
-    for name in ("prompt_ids", "response_ids", "loss_mask", "behavior_logprobs", "versions", "rewards", "scored", "lengths"):
+    for name in (
+        "prompt_ids",
+        "response_ids",
+        "loss_mask",
+        "behavior_logprobs",
+        "versions",
+        "rewards",
+        "scored",
+        "lengths",
+    ):
         array = getattr(group, name)
         array[...] = 1  # an array over Arrow's memory would be read-only
     assert table.column("response_ids").to_pylist() == [[10, 11], [12]]
@@ -139,7 +150,9 @@ def test_every_trained_token_is_there_exactly_once_within_the_budget(lengths, bu
     ]
     trained = rng.random(sum(map(sum, lengths))) < 0.7
     batches = pack(groups, trained, microbatch_tokens=budget)
-    tokens = torch.cat([batch.token_index for batch in batches]) if batches else torch.zeros(0, dtype=torch.int64)
+    tokens = (
+        torch.cat([batch.token_index for batch in batches]) if batches else torch.zeros(0, dtype=torch.int64)
+    )
     assert sorted(tokens.tolist()) == np.flatnonzero(trained).tolist()
     flat = np.concatenate([group.response_ids for group in groups])
     for batch in batches:

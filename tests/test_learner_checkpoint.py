@@ -44,7 +44,9 @@ STOPS = ("fsync", "rename", "rmtree")
 
 
 @pytest.mark.parametrize("stop", range(12))
-def test_killed_anywhere_a_complete_checkpoint_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
+def test_killed_anywhere_a_complete_checkpoint_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
     """The process ends before the n-th operation on the disk: what is found is whole, the old or the new one."""
     save(tmp_path, 1, "old")
     partial = begin(tmp_path, 2)
@@ -81,7 +83,10 @@ def test_killed_anywhere_a_complete_checkpoint_is_found(tmp_path: Path, monkeypa
         assert (found / "data").read_text() == "new"
     # and the run that takes up from there can save again
     assert newest_complete(tmp_path) != save(tmp_path, 2, "again")
-    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] in (["version-00000002"], ["version-00000002.1"])
+    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] in (
+        ["version-00000002"],
+        ["version-00000002.1"],
+    )
 
 
 def test_damaged_checkpoints_are_skipped(tmp_path: Path) -> None:
@@ -90,7 +95,9 @@ def test_damaged_checkpoints_are_skipped(tmp_path: Path) -> None:
         folder = tmp_path / f"version-{version:08d}"
         folder.mkdir()
         (folder / "data").write_text("12345")
-        marker = {"marker": None, "size": '{"data": 6}', "missing": '{"other": 5}', "half a marker": '{"da'}[damage]
+        marker = {"marker": None, "size": '{"data": 6}', "missing": '{"other": 5}', "half a marker": '{"da'}[
+            damage
+        ]
         if marker is not None:
             (folder / MARKER).write_text(marker)
     assert newest_complete(tmp_path) == good
@@ -100,14 +107,19 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     good = save(tmp_path, 1)
     partial = begin(tmp_path, 2)
     (partial / "weights").symlink_to("/dev/full")
-    with pytest.raises(CheckpointFailed, match=r"weights.*No space left on device.*bytes free"):
-        with writing(partial / "weights"), open(partial / "weights", "wb") as file:
+
+    def write() -> None:
+        with writing(partial), open(partial / "weights", "wb") as file:
             file.write(bytes(1 << 16))
-            file.flush()
+
+    with pytest.raises(CheckpointFailed, match=r"No space left on device.*bytes free"):
+        write()
     assert newest_complete(tmp_path) == good
 
 
-def test_a_failed_commit_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_commit_leaves_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = save(tmp_path, 1)
     partial = begin(tmp_path, 2)
     (partial / "weights").write_text("x")

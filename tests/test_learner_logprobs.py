@@ -20,7 +20,9 @@ def plain(hidden, weight, targets, bias=None, temperature=1.0):
 def from_logits(logits: list[float], target: int, *, temperature: float = 1.0, dtype=torch.float32):
     """A head whose logits are the given ones: hidden [1], weight [V, 1]."""
     weight = torch.tensor(logits, dtype=dtype)[:, None]
-    return token_logprobs(torch.ones(1, 1, dtype=dtype), weight, torch.tensor([target]), temperature=temperature)
+    return token_logprobs(
+        torch.ones(1, 1, dtype=dtype), weight, torch.tensor([target]), temperature=temperature
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -75,7 +77,9 @@ def test_entropy_with_an_impossible_token() -> None:
 
 
 def test_temperature_divides_the_logits() -> None:
-    assert from_logits([2.0, 1.0, 0.0], 0, temperature=0.5).logprobs.item() == pytest.approx(-0.142932, abs=1e-6)
+    assert from_logits([2.0, 1.0, 0.0], 0, temperature=0.5).logprobs.item() == pytest.approx(
+        -0.142932, abs=1e-6
+    )
 
 
 def test_logits_are_float32_before_the_softmax() -> None:
@@ -104,7 +108,12 @@ def test_a_float32_block_of_logits_is_all_that_exists(monkeypatch: pytest.Monkey
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal largest
             out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.dtype == torch.float32 and out.dim() == 2 and out.shape[0] == 4:
+            if (
+                isinstance(out, torch.Tensor)
+                and out.dtype == torch.float32
+                and out.dim() == 2
+                and out.shape[0] == 4
+            ):
                 largest = max(largest, out.shape[1])
             return out
 

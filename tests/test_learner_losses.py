@@ -71,7 +71,9 @@ def test_masked_nan_changes_neither_value_nor_gradient() -> None:
     out, grad = loss_and_grad(t(-0.5, 100.0), t(-0.7, -100.0), t(2, 2), mask=mask)
     assert out.loss.item() == pytest.approx(-2.442806, abs=1e-6)
     assert_close(grad, t(-2.442806, 0.0))
-    out, grad = loss_and_grad(t(-0.5, nan), t(-0.7, nan), t(2, nan), mask=mask, importance=t(1, nan), weights=t(1, nan))
+    out, grad = loss_and_grad(
+        t(-0.5, nan), t(-0.7, nan), t(2, nan), mask=mask, importance=t(1, nan), weights=t(1, nan)
+    )
     assert_close(grad, t(-2.442806, 0.0))
 
 
@@ -129,7 +131,9 @@ def test_a_response_without_trained_tokens_leaves_the_sequence_count() -> None:
 def test_truncated_weights_stay_in_the_denominator() -> None:
     # exp of [.2, -1.2, 1, -9, -.1] capped at 2, unit losses, all five tokens count
     weights = truncated_importance_weights(t(0.2, -1.2, 1.0, -9.0, -0.1), 2.0)
-    assert (weights * token_weights(torch.tensor([5]), aggregation="token_mean")).sum() == pytest.approx(0.88551, abs=1e-5)
+    assert (weights * token_weights(torch.tensor([5]), aggregation="token_mean")).sum() == pytest.approx(
+        0.88551, abs=1e-5
+    )
 
 
 @settings(max_examples=50, deadline=None)
@@ -139,11 +143,15 @@ def test_truncated_weights_stay_in_the_denominator() -> None:
     seed=st.integers(0, 999),
     parts=st.integers(1, 4),
 )
-def test_any_split_into_micro_batches_gives_the_same_loss_and_gradient(lengths, aggregation, seed, parts) -> None:
+def test_any_split_into_micro_batches_gives_the_same_loss_and_gradient(
+    lengths, aggregation, seed, parts
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     n = sum(lengths)
     data = torch.randn(4, n, generator=generator)
-    weights = token_weights(torch.tensor(lengths), aggregation=aggregation).repeat_interleave(torch.tensor(lengths))
+    weights = token_weights(torch.tensor(lengths), aggregation=aggregation).repeat_interleave(
+        torch.tensor(lengths)
+    )
     whole, whole_grad = loss_and_grad(data[0], data[1], data[2], importance=data[3].exp(), weights=weights)
     order = torch.randperm(n, generator=generator)
     total, grad = 0.0, torch.zeros(n)

@@ -14,7 +14,7 @@ _SIDE_BY_SIDE = re.compile(
 )
 _HASHES = re.compile(r"^[ \t]*####(?!#)(.*)$", re.MULTILINE)
 _ANSWER_IS = re.compile(r"\banswer[*_ \t]{0,4}(?:\bis\b|\bequals\b|[:=])([^\n]*)", re.IGNORECASE)
-_STATEMENT_END = re.compile(r"(?<=[\w)}\]%*$])[.!?;](?:\s|$)|,\s(?:so|since|because|as|which)\b")
+_STATEMENT_END = re.compile(r"(?<=[^\s.])[.!?;](?:\s|$)|,\s(?:so|since|because|as|which)\b")
 _BOLD = re.compile(r"\*\*(?=[^\s*])([^*]+)\*\*")
 _MATH = re.compile(r"\$([^$]+)\$|\\\(((?:[^\\]|\\[^()])+)\\\)")
 _MAX_LINE = 4000

@@ -31,7 +31,7 @@ _FUNCTIONS = frozenset({
 
 def reasoning_gym(gold: Any, response: str, context: Mapping[str, Any]) -> Verdict:
     """1 only for full marks of the task's scorer. The context says which entry of which dataset was asked:
-    task, size, seed, params, index. Raises `DataError` when it does not."""
+    task, size, seed, params, index. Raises `DataError` when it does not, or when the entry cannot be rebuilt."""
     try:
         key = (
             context["task"],
@@ -44,6 +44,11 @@ def reasoning_gym(gold: Any, response: str, context: Mapping[str, Any]) -> Verdi
         raise DataError(
             f"no reasoning-gym entry for {dict(context)}: {type(error).__name__}: {error}"
         ) from error
+    if entry["answer"] != gold:
+        raise DataError(
+            f"reasoning-gym gives another entry here for {dict(context)}: its answer is {entry['answer']!r}, the gold "
+            f"{gold!r}. Some tasks depend on PYTHONHASHSEED, which must then be the same in all processes"
+        )
     answer = tagged_answer(response)
     if not answer:
         return wrong(None, "no_answer")

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.core.errors import Closed
+from headway.core.errors import Closed, Starved
 from headway.verifiers.registry import lookup
 from headway.verifiers.verdict import Verdict
 from headway.verifiers.worker import EXIT_MEMORY, Frames, frame
@@ -32,6 +32,8 @@ START_TIMEOUT_S = 60.0
 CHUNK_SECONDS = 0.02
 """A worker gets as many items at a time as it lately scored in this time."""
 MAX_CHUNK = 64
+MAX_REPLY_BYTES = 2**20
+"""A worker that sends a longer message is broken."""
 CLOSE_TIMEOUT_S = 5.0
 """Time for processes to end in order before they are killed."""
 
@@ -52,7 +54,9 @@ class _Batch:
 class _Job:
     batch: _Batch
     position: int
-    item: Item
+    name: str
+    item: bytes
+    """The pickled item."""
     attempts: int = 0
 
 
@@ -64,9 +68,9 @@ class _Worker:
         self.names = names
         self.nursery = nursery
         self.connection = connection
-        self._frames = Frames(connection)
+        self._frames = Frames(connection, MAX_REPLY_BYTES)
 
-    def send(self, items: list[Item]) -> None:
+    def send(self, items: list[bytes]) -> None:
         self.connection.settimeout(START_TIMEOUT_S)
         try:
             self.connection.sendall(frame(pickle.dumps(items)))
@@ -74,10 +78,15 @@ class _Worker:
             raise EOFError("the worker reads no more") from error
 
     def receive(self, timeout_s: float) -> tuple[Verdict, float]:
-        """The verdict of the next item. Raises `TimeoutError`, and `OSError` or `EOFError` if the worker ended."""
+        """The verdict of the next item. Raises `TimeoutError`, and `OSError` or `EOFError` if the worker ended or
+        sent anything else."""
         self.connection.settimeout(timeout_s)
-        score, reason, extracted, parts, seconds = json.loads(self._frames.read())
-        parts = tuple((name, value) for name, value in parts)
+        try:
+            score, reason, extracted, parts, seconds = json.loads(self._frames.read())
+            parts = tuple((str(name), float(value)) for name, value in parts)
+            score = None if score is None else float(score)
+        except (ValueError, TypeError) as error:
+            raise EOFError("no verdict") from error
         return Verdict(score=score, reason=reason, extracted=extracted, parts=parts), seconds
 
 
@@ -107,8 +116,9 @@ class VerifierPool:
             thread.start()
 
     def score(self, items: Sequence[Item]) -> list[Verdict]:
-        """One verdict per item, in order. Waits for the items handed in before, each at most twice its limit.
-        Raises `Closed` when the pool is closed meanwhile, and `DataError` for an unknown verifier."""
+        """One verdict per item, in order. Waits for the items handed in before; unblocked by the last verdict and by
+        `close`. Raises `Closed` when the pool is closed meanwhile, `Starved` after the sum of all limits, and
+        `DataError` for an unknown verifier."""
         return [verdict for verdict, _ in self.score_timed(items)]
 
     def score_timed(self, items: Sequence[Item]) -> list[tuple[Verdict, float]]:
@@ -118,13 +128,17 @@ class VerifierPool:
         if not items:
             return []
         batch = _Batch(len(items))
+        jobs = [_Job(batch, position, item[0], pickle.dumps(item)) for position, item in enumerate(items)]
         with self._changed:
             if self._closed:
                 raise Closed("the verifier pool is closed")
             self._batches.add(batch)
-            self._jobs.extend(_Job(batch, position, item) for position, item in enumerate(items))
+            waiting = sum(batch.size - len(batch.scored) for batch in self._batches)
+            self._jobs.extend(jobs)
             self._changed.notify_all()
-        batch.done.wait()  # ended by the last verdict or by close(); every step of a serving thread is bounded
+        deadline_s = waiting * MAX_ATTEMPTS * (self._timeout_s + START_TIMEOUT_S)
+        if not batch.done.wait(deadline_s):
+            raise Starved(f"{len(items)} responses waited {deadline_s:.0f} s for verifier processes")
         if len(batch.scored) != len(items):
             raise Closed("the verifier pool was closed while it scored")
         return [batch.scored[position] for position in range(len(items))]
@@ -179,7 +193,7 @@ class VerifierPool:
     def _run(self, worker: _Worker | None, jobs: list[_Job]) -> _Worker | None:
         """Scores jobs on the worker, or on a fresh one; returns it, or None if it ended. What the one that ended
         it had not begun goes back to the queue."""
-        names = frozenset(job.item[0] for job in jobs)
+        names = frozenset(job.name for job in jobs)
         if worker is not None and not names <= worker.names:
             self._end(worker)
             worker = None
@@ -250,7 +264,7 @@ class _Nursery:
         self._closed = False
 
     def fork(self, names: frozenset[str]) -> _Worker:
-        """A fresh worker with what these verifiers need imported. Raises `OSError` or `EOFError`."""
+        """A fresh worker with what these verifiers need imported. Raises `EOFError`, or `OSError` when it cannot be started."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -301,9 +315,9 @@ class _Nursery:
                         raise EOFError
                     answer += received
                 return json.loads(answer), self._process
-            except (OSError, EOFError):
+            except (OSError, EOFError) as error:
                 self._stop()
-                raise
+                raise EOFError("the process that forks workers does not answer") from error
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()

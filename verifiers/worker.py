@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import json
 import math
 import os
@@ -25,6 +24,8 @@ from typing import Any
 from headway.core.errors import DataError
 from headway.verifiers.registry import preload, verify
 
+MAX_EXTRACTED = 100_000
+"""Characters of an extracted answer that are reported."""
 EXIT_MEMORY = 77
 """Exit status of a worker that reached its memory limit."""
 _LENGTH = struct.Struct("!I")
@@ -38,13 +39,17 @@ def frame(payload: bytes) -> bytes:
 class Frames:
     """Length-prefixed messages from a stream socket."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, longest: int = 2**32) -> None:
         self._connection = connection
+        self._longest = longest
         self._buffer = bytearray()
 
     def read(self) -> bytes:
-        """The next message. Raises `EOFError` at the end of the stream, `TimeoutError` by the socket's timeout."""
+        """The next message. Raises `EOFError` at the end of the stream and for a message longer than
+        `longest` bytes, `TimeoutError` by the socket's timeout."""
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size))
+        if length > self._longest:
+            raise EOFError
         return self._take(length)
 
     def _take(self, size: int) -> bytes:
@@ -61,7 +66,6 @@ class Frames:
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     parent = int(sys.argv[2])
-    importlib.import_module("headway.verifiers.mathematics")
     loaded: set[str] = set()
     workers: set[int] = set()
     for request, fds in _requests(control, parent):
@@ -140,13 +144,15 @@ def _address_space() -> int:
 def _work(connection: socket.socket, timeout_s: float) -> None:
     frames = Frames(connection)
     while True:
-        for name, gold, response, context in pickle.loads(frames.read()):
+        for item in pickle.loads(frames.read()):
             seconds = math.ceil(time.process_time() + timeout_s) + 1
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
             started = time.perf_counter()
+            name, gold, response, context = pickle.loads(item)
             try:
                 verdict = verify(name, gold, response, context)
-                result = [verdict.score, verdict.reason, verdict.extracted, verdict.parts]
+                extracted = verdict.extracted and verdict.extracted[:MAX_EXTRACTED]
+                result = [verdict.score, verdict.reason, extracted, verdict.parts]
             except DataError as error:
                 result = [None, "bad_gold", str(error), ()]
             if result[1] == "memory":

@@ -1,0 +1,215 @@
+"""A real vLLM engine: what it reports, how it takes new weights, what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import pytest_asyncio
+import torch
+
+from headway.actors.generation import GenerationActor, GroupRequest, encode
+from headway.core.config import Config, parse_config
+from headway.core.errors import DataError, RolloutFailed, WeightUpdateFailed
+from headway.core.prompts import Prompt
+from headway.core.weights import Manifest
+from headway.learner.model import PolicyModel
+from headway.learner.publish import export, layout_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CONFIG = {
+    "run": {"name": "test-generation", "seed": 3},
+    "model": {"dtype": "float32", "chat_template": False},
+    "generation": {"threads": 1, "max_model_len": 256},
+}
+PROMPT = Prompt(prompt_id="p", content="12 + 34 =", gold="46", verifier="numeric")
+
+
+def request(group_id: int, *, max_new_tokens: int = 60, temperature: float = 1.0, deadline_s: float = 60.0) -> GroupRequest:
+    return GroupRequest(
+        group_id=group_id,
+        prompt=PROMPT,
+        group_size=4,
+        temperature=temperature,
+        top_p=1.0,
+        max_new_tokens=max_new_tokens,
+        deadline_s=deadline_s,
+    )
+
+
+class Learner:
+    """The weights on the other side."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = PolicyModel(folder, dtype="float32")
+        self.layout = layout_of(self.model, "float32", 1 << 20)
+        self.version = -1
+
+    def publish(self) -> tuple[Manifest, list[np.ndarray]]:
+        self.version += 1
+        return export(self.model, self.layout, self.version)
+
+    def step(self) -> None:
+        """Changes every weight a little."""
+        generator = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in self.model.masters.values():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+        self.model.refresh()
+
+    @torch.no_grad()
+    def largest_difference(self, table: pa.Table, temperature: float = 1.0) -> float:
+        """Between the table's behavior log-probabilities and a plain transformers forward pass."""
+        worst = 0.0
+        for row in table.to_pylist():
+            ids, start = row["prompt_ids"] + row["response_ids"], len(row["prompt_ids"])
+            logits = self.model.network(torch.tensor([ids])).logits[0, start - 1 : -1].float() / temperature
+            logprobs = logits.log_softmax(-1).gather(1, torch.tensor(row["response_ids"])[:, None])[:, 0]
+            worst = max(worst, (logprobs - torch.tensor(row["behavior_logprobs"])).abs().max().item())
+        return worst
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return parse_config(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def learner(tiny_random: Path) -> Learner:
+    return Learner(tiny_random)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(config: Config, tiny_random: Path, learner: Learner) -> AsyncIterator[GenerationActor]:
+    actor = GenerationActor(config, str(tiny_random), 0)
+    await actor.start()
+    manifest, buckets = learner.publish()
+    await actor.update_weights(manifest, *buckets)
+    yield actor
+    await actor.shutdown()
+
+
+async def test_engine_and_learner_agree_before_and_after_updates(engine: GenerationActor, learner: Learner) -> None:
+    for number in range(3):
+        table = await engine.generate(request(100 + number))
+        assert learner.largest_difference(table) <= 1e-4
+        assert {s["version"] for spans in table["version_spans"].to_pylist() for s in spans} == {learner.version}
+        learner.step()
+        manifest, buckets = learner.publish()
+        seconds = await engine.update_weights(manifest, *buckets)
+        assert await engine.version() == learner.version == manifest.version
+        assert set(seconds) == {"fetch", "pause", "load", "total"}
+
+
+async def test_the_reported_logprobs_are_those_of_the_sampling_temperature(
+    engine: GenerationActor, learner: Learner
+) -> None:
+    table = await engine.generate(request(200, temperature=0.5))
+    assert learner.largest_difference(table, temperature=0.5) <= 1e-4
+    assert learner.largest_difference(table, temperature=1.0) > 0.1
+
+
+async def test_rows_hold_exactly_the_sampled_tokens(engine: GenerationActor) -> None:
+    table = await engine.generate(request(300, max_new_tokens=200))
+    eos = engine._eos_ids
+    rows = table.to_pylist()
+    assert [row["sample_index"] for row in rows] == [0, 1, 2, 3]
+    for row in rows:
+        ids = row["response_ids"]
+        assert len(ids) == len(row["behavior_logprobs"]) == len(row["loss_mask"]) == sum(row["loss_mask"])
+        stopped = ids[-1] in eos
+        assert not any(token in eos for token in ids[:-1])
+        assert row["finish_reason"] == ("stop" if stopped else "length")
+        assert row["truncated"] == (not stopped) and (stopped or len(ids) == 200)
+    assert any(row["finish_reason"] == "stop" for row in rows)  # random weights end sooner or later
+
+
+async def test_the_same_group_issued_again_gives_the_same_responses(engine: GenerationActor) -> None:
+    first, second, other = await asyncio.gather(*(engine.generate(request(g)) for g in (400, 400, 401)))
+    assert first["response_ids"] == second["response_ids"]
+    assert first["response_ids"] != other["response_ids"]
+
+
+async def test_a_request_in_flight_carries_both_versions(engine: GenerationActor, learner: Learner) -> None:
+    before = learner.version
+    running = asyncio.gather(*(engine.generate(request(500 + i, max_new_tokens=200)) for i in range(8)))
+    await asyncio.sleep(0.15)
+    learner.step()
+    manifest, buckets = learner.publish()
+    await engine.update_weights(manifest, *buckets)
+    spans = [spans for table in await running for spans in table["version_spans"].to_pylist()]
+    both = [s for s in spans if [span["version"] for span in s] == [before, before + 1]]
+    assert both, spans
+    assert all(s[0]["end"] == s[1]["start"] for s in both)
+
+
+async def test_a_prefix_cached_under_old_weights_is_not_used_under_new_ones(
+    engine: GenerationActor, learner: Learner
+) -> None:
+    await engine.generate(request(600))  # fills the cache with this prompt
+    learner.step()
+    manifest, buckets = learner.publish()
+    await engine.update_weights(manifest, *buckets)
+    assert learner.largest_difference(await engine.generate(request(601))) <= 1e-4
+
+
+async def test_a_tensor_corrupted_on_the_way_is_refused_and_the_old_version_goes_on(
+    engine: GenerationActor, learner: Learner
+) -> None:
+    version = learner.version
+    good = await engine.generate(request(700))
+    manifest, buckets = learner.publish()
+    last = manifest.entries[-1]
+    buckets[last.bucket][last.offset + 5] ^= 1
+    with pytest.raises(WeightUpdateFailed, match=f"version {version + 1}: arrived digests differ for \\['{last.name}'\\]"):
+        await engine.update_weights(manifest, *buckets)
+    assert await engine.version() == version
+    assert (await engine.generate(request(700)))["response_ids"] == good["response_ids"]
+    learner.version = version
+
+
+async def test_an_incomplete_version_is_refused(engine: GenerationActor, learner: Learner) -> None:
+    version = learner.version
+    manifest, buckets = learner.publish()
+    with pytest.raises(WeightUpdateFailed, match="buckets of"):
+        await engine.update_weights(manifest, *buckets[:-1])
+    wrong = replace(manifest, entries=(replace(manifest.entries[0], digest="0" * 32), *manifest.entries[1:]))
+    with pytest.raises(WeightUpdateFailed, match="arrived digests differ"):
+        await engine.update_weights(wrong, *buckets)
+    assert await engine.version() == version
+    learner.version = version
+
+
+async def test_a_group_that_takes_too_long_is_a_straggler(engine: GenerationActor) -> None:
+    with pytest.raises(RolloutFailed, match="straggler"):
+        await engine.generate(request(800, max_new_tokens=230, deadline_s=0.02))
+    assert (await engine.generate(request(801))).num_rows == 4
+
+
+async def test_metrics_of_the_engine(engine: GenerationActor) -> None:
+    updates: dict[tuple[str, str], Any] = {(name, label): value for name, label, value in await engine.drain_updates()}
+    assert updates["headway_engine_version", "0"] == await engine.version()
+    assert updates["headway_generation_tokens_total", ""] > 100
+    counts, total = updates["headway_weight_sync_seconds", "total"]
+    assert sum(counts) >= 5 and total > 0
+
+
+async def test_prompts_have_one_bos_however_they_come(tiny_random: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_random)
+    ids = encode(tokenizer, PROMPT, chat_template=False)
+    assert ids.count(tokenizer.bos_token_id) <= 1
+    assert tokenizer.decode(ids, skip_special_tokens=True) == PROMPT.content
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert encode(tokenizer, PROMPT, chat_template=True).count(tokenizer.bos_token_id) == 1
+    messages = replace(PROMPT, content=({"role": "user", "content": "1 + 1 ="},))
+    with pytest.raises(DataError, match="holds chat messages"):
+        encode(tokenizer, messages, chat_template=False)

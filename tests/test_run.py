@@ -1,0 +1,243 @@
+"""Whole runs through the command line: real engines, real learner, real Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+from headway.actors.generation import GenerationActor, GroupRequest
+from headway.actors.verifier import VerifierWorker
+from headway.cluster.ledger import trained_groups
+from headway.cluster.preflight import prompts_of
+from headway.core import rollouts
+from headway.core.config import Config, load_config
+from headway.core.prompts import PromptStream
+from headway.core.weights import Manifest
+from headway.learner.model import PolicyModel
+from headway.learner.publish import export, layout_of
+
+pytestmark = pytest.mark.timeout(600)
+
+SMALL = [
+    "learner.groups_per_step=4",
+    "sampling.group_size=4",
+    "sampling.max_new_tokens=40",
+    "data.num_prompts=300",
+    "metrics.port=0",
+    "run.checkpoint_every=0",
+]
+
+
+def headway(*arguments: str | Path, root: Path) -> list[str]:
+    return [sys.executable, "-P", "-m", "headway.cluster.cli", *map(str, arguments)]
+
+
+def train(root: Path, folder: Path, *overrides: str) -> list[str]:
+    return headway("train", "configs/tiny.yaml", *SMALL, f"run.folder={folder}", *overrides, root=root)
+
+
+def run(command: list[str], root: Path, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=timeout_s)
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], what: str, timeout_s: float = 180) -> Any:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            pytest.fail(f"the run ended with {process.returncode} before {what}")
+        if value := condition():
+            return value
+        time.sleep(0.2)
+    process.kill()
+    pytest.fail(f"waited {timeout_s} s for {what}")
+
+
+def test_version_lag_0_is_a_plain_synchronous_loop(root: Path, tmp_path: Path, tiny_adder: Path) -> None:
+    """Same prompts, same sampled tokens, same losses and weights as a loop of a few lines."""
+    overrides = ["lag.max_version_lag=0", "generation.replicas=1", "run.steps=3", "run.seed=11"]
+    done = run(train(root, tmp_path, *overrides), root)
+    assert done.returncode == 0, done.stderr
+    config = load_config(tmp_path / "tiny" / "config.json")
+    expected_losses, expected_tables = asyncio.run(plain_loop(config, tiny_adder))
+    steps = steps_of(tmp_path / "tiny")
+    assert [step["lag"] for step in steps] == [[0, 0, 0, 0]] * 3
+    for number, table in enumerate(expected_tables):
+        actual = rollouts.read_parquet(tmp_path / "tiny" / "rollouts" / f"step-{number + 1:06d}.parquet")
+        for column in ("group_id", "prompt_ids", "response_ids", "version_spans", "reward"):
+            assert actual[column].to_pylist() == table[column].to_pylist(), (number, column)
+    assert [step["loss"] for step in steps] == pytest.approx(expected_losses, abs=1e-5)
+    assert any(abs(loss) > 1e-3 for loss in expected_losses)
+
+
+async def plain_loop(config: Config, folder: Path) -> tuple[list[float], list[pa.Table]]:
+    """Generate, score, one padded forward pass, AdamW, reload: nothing of the learner but the weight export."""
+    stream = PromptStream(prompts_of(config, config.data.source, config.run.seed), config.run.seed)
+    engine, verifier = GenerationActor(config, str(folder), 0), VerifierWorker(1, 5.0, 1024)
+    policy = PolicyModel(folder, dtype="float32")
+    optimizer = torch.optim.AdamW(policy.masters.values(), lr=config.learner.learning_rate, weight_decay=0.0)
+    layout = layout_of(policy, "float32", 64 << 20)
+    losses, tables = [], []
+    try:
+        await engine.start()
+        for step in range(3):
+            manifest, buckets = export(policy, layout, step)
+            assert isinstance(manifest, Manifest)
+            await engine.update_weights(manifest, *buckets)
+            groups = []
+            for index in range(step * 4, step * 4 + 4):
+                prompt = stream.at(index)
+                request = GroupRequest(
+                    group_id=index,
+                    prompt=prompt,
+                    group_size=4,
+                    temperature=config.sampling.temperature,
+                    top_p=1.0,
+                    max_new_tokens=config.sampling.max_new_tokens,
+                    deadline_s=60,
+                )
+                groups.append((engine.generate(request), prompt))
+            made = await asyncio.gather(*(coroutine for coroutine, _ in groups))
+            scored = [verifier.score(table, prompt) for table, (_, prompt) in zip(made, groups, strict=True)]
+            tables.append(pa.concat_tables(scored))
+            losses.append(plain_step(policy, optimizer, scored))
+    finally:
+        verifier.close()
+        await engine.shutdown()
+    return losses, tables
+
+
+def plain_step(policy: PolicyModel, optimizer: torch.optim.Optimizer, groups: list[pa.Table]) -> float:
+    rows, advantages = [], []
+    for table in groups:
+        rewards = torch.tensor(table["reward"].to_pylist(), dtype=torch.float64)
+        std = rewards.std()
+        advantages += [0.0] * len(rewards) if std == 0 else ((rewards - rewards.mean()) / (std + 1e-6)).tolist()
+        rows += table.to_pylist()
+    width = max(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    attention, trained = torch.zeros(len(rows), width), torch.zeros(len(rows), width)
+    behavior = torch.zeros(len(rows), width)
+    for i, row in enumerate(rows):
+        start, end = len(row["prompt_ids"]), len(row["prompt_ids"]) + len(row["response_ids"])
+        ids[i, :end] = torch.tensor(row["prompt_ids"] + row["response_ids"])
+        attention[i, :end] = 1
+        trained[i, start:end] = 1
+        behavior[i, start:end] = torch.tensor(row["behavior_logprobs"])
+    logits = policy.network(input_ids=ids, attention_mask=attention).logits.float()
+    logprobs = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[:, :, 0]
+    trained, behavior = trained[:, 1:], behavior[:, 1:]
+    weight = (logprobs.detach() - behavior).exp().clamp(max=2.0)
+    ratio = (logprobs - logprobs.detach()).exp()
+    loss = -(weight * ratio * torch.tensor(advantages)[:, None] * trained).sum() / trained.sum()
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(policy.masters.values(), 1.0)
+    optimizer.step()
+    policy.refresh()
+    return loss.item()
+
+
+def test_metrics_of_a_running_job_then_interrupt_and_resume(root: Path, tmp_path: Path, tiny_adder: Path) -> None:
+    """Lag shows on the endpoint while it runs; Ctrl-C leaves a checkpoint; the resumed run trains each prompt once."""
+    folder = tmp_path / "tiny"
+    process = subprocess.Popen(train(root, tmp_path, "run.steps=5000"), cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        text = wait_for(lambda: lagging(folder), process, "a trained group at lag 1")
+        promtool = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
+        assert (promtool.returncode, promtool.stdout + promtool.stderr) == (0, "")
+        assert sample(text, 'headway_live_replicas{role="generation"}') == 2
+        assert sample(text, "headway_max_version_lag_steps") == 2
+        assert sample(text, 'headway_version_lag_steps_bucket{le="2",phase="total"}') == sample(text, 'headway_version_lag_steps_count{phase="total"}')
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130, output
+    stopped_at = int(re.findall(r"stopped at version (\d+)", output)[0])
+    assert (folder / "checkpoints" / f"version-{stopped_at:08d}" / "COMPLETE").exists()
+    before = steps_of(folder)
+    assert before[-1]["version"] == stopped_at
+
+    done = run([*train(root, tmp_path, f"run.steps={stopped_at + 4}"), "--resume"], root)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"resumed at version {stopped_at}" in done.stdout
+    steps = steps_of(folder)
+    assert [step["version"] for step in steps] == list(range(1, stopped_at + 5))
+    assert all(0 <= lag <= 2 for step in steps for lag in step["lag"])
+    trained = trained_groups(folder / "ledger.jsonl")
+    assert sorted(trained) == list(range(4 * (stopped_at + 4)))  # none lost, none twice
+    assert sorted(set(trained.values())) == list(range(1, stopped_at + 5))
+    assert (folder / "report.html").stat().st_size > 10_000
+
+
+def lagging(folder: Path) -> str | None:
+    """The endpoint's text once a group was trained at lag 1 or more."""
+    port = folder / "metrics_port"
+    if not port.exists() or not port.read_text():
+        return None
+    with urllib.request.urlopen(f"http://127.0.0.1:{port.read_text()}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    count = sample(text, 'headway_version_lag_steps_count{phase="total"}')
+    return text if count - sample(text, 'headway_version_lag_steps_bucket{le="0",phase="total"}') > 0 else None
+
+
+def sample(text: str, series: str) -> float:
+    return next(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.rsplit(" ", 1)[0] == series)
+
+
+def test_an_existing_run_is_not_overwritten_by_accident(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "ledger.jsonl").write_text("")
+    done = run(train(root, tmp_path), root)
+    assert done.returncode == 2
+    assert "exists; go on with --resume, replace it with --overwrite, or set run.name" in done.stderr
+    done = run([*train(root, tmp_path), "--resume"], root)
+    assert (done.returncode, "holds no complete checkpoint" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.path=nowhere/at/all"], "model folder nowhere/at/all does not exist (model.path)"),
+        (["model.path=BARE", "model.chat_template=true"], "has no chat template; set model.chat_template=false"),
+        (["data.source=EMPTY.jsonl"], "holds no rows"),
+        (["data.source=WRONG.jsonl", "data.verifier=numeric"], "gold answers in"),
+        (["data.source=missing.jsonl"], "dataset missing.jsonl does not exist (data.source)"),
+        (["data.source=reasoning_gym:chain_sums"], "nearest: chain_sum"),
+        (["generation.max_model_len=50"], "generation.max_model_len=50 cannot hold the longest prompt"),
+        (["generation.gpus=1"], "group 'generation' needs 2 x (0.5 CPU + 1 GPU), only 0 fit: the cluster has 0 GPU"),
+        (["cluster.address=127.0.0.1:1"], "cluster.address='127.0.0.1:1'"),
+    ],
+)
+def test_a_users_mistake_is_one_clear_line_and_exit_code_2(
+    root: Path, tmp_path: Path, tiny_random: Path, overrides: list[str], message: str
+) -> None:
+    (tmp_path / "EMPTY.jsonl").write_text("\n")
+    (tmp_path / "WRONG.jsonl").write_text('{"prompt": "1+1?", "answer": "two"}\n')
+    bare = shutil.copytree(tiny_random, tmp_path / "BARE")
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    filled = [re.sub("(EMPTY|WRONG|BARE)", rf"{tmp_path}/\1", override) for override in overrides]
+    began = time.monotonic()
+    done = run(train(root, tmp_path / "runs", "model.path=tiny-random", *filled), root)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - began < 60
