@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
+
 from headway.core.errors import DataError, HeadwayError
 from headway.core.metrics import Recorder, Update
 from headway.core.prompts import Prompt

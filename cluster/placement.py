@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from headway.cluster.queue import RolloutQueue
 from headway.core.config import Config, Resources
 from headway.core.errors import ClusterError
 
+PROBE_DEADLINE_S = 5.0
 SMALLEST_CPU_SHARE = 0.01  # a placement-group bundle must ask for something
 
 
@@ -57,6 +59,7 @@ def _need(role: str, replicas: int, resources: Resources) -> Need:
 
 def connect(config: Config) -> None:
     """Starts a local Ray instance, or joins the one that the configuration names. Raises `ClusterError`."""
+    _probe(config.cluster.address)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     common: dict[str, Any] = {"namespace": f"headway-{config.run.name}", "log_to_driver": False, "logging_level": logging.ERROR}
@@ -77,6 +80,20 @@ def connect(config: Config) -> None:
         raise ClusterError(f"no Ray cluster at cluster.address={config.cluster.address!r}: {error}") from error
     finally:
         os.chdir(before)
+
+
+def _probe(address: str) -> None:
+    """Ray retries an address that nobody listens on for minutes; a plain connection tells at once."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=PROBE_DEADLINE_S).close()
+    except (OSError, ValueError) as error:
+        raise ClusterError(
+            f"no Ray cluster at cluster.address={address!r}: {error}; start one with 'ray start --head', or use "
+            "cluster.address=local"
+        ) from error
 
 
 def check_resources(config: Config) -> None:

@@ -1,5 +1,5 @@
-"""From rollout tables to packed rows. _N: response tokens of the step, flattened; _B: responses; _R: rows of a
-micro-batch; _L: padded row length; _M: trained tokens of a micro-batch.
+"""From rollout tables to packed rows. _N: response tokens of the step, flattened; _B: responses; _T: tokens of
+a micro-batch; _M: its trained tokens.
 
 A packed row is the prompt once, then answers of its group. An answer sees the prompt and itself, and its positions
 go on from the prompt's end, so its hidden states are those it would have in a row of its own.
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
 from headway.core.errors import SchemaError
 from headway.core.rollouts import validate
+from headway.learner.attention import Packing, packing_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ def unpack(table: pa.Table) -> Group:
     validate(table)
     if table.num_rows == 0:
         raise SchemaError("a rollout table without rows is no group")
-    group_ids = pc.unique(table.column("group_id")).to_pylist()
+    group_ids = table.column("group_id").unique().to_pylist()
     if len(group_ids) != 1:
         raise SchemaError(f"one table must hold one group, this one holds groups {group_ids}")
     num_rows = table.num_rows
@@ -63,9 +63,7 @@ def unpack(table: pa.Table) -> Group:
     ).any():
         raise SchemaError(f"the rows of group {group_ids[0]} differ in their prompt")
     spans = table.column("version_spans").combine_chunks().flatten()
-    start, end, version = (
-        pc.struct_field(spans, name).to_numpy(zero_copy_only=False) for name in ("start", "end", "version")
-    )
+    start, end, version = (child.to_numpy(zero_copy_only=False) for child in spans.flatten())
     reward = table.column("reward")
     return Group(
         rollout_ids=tuple(table.column("rollout_id").to_pylist()),
@@ -76,13 +74,13 @@ def unpack(table: pa.Table) -> Group:
         behavior_logprobs=_flat(table, "behavior_logprobs", np.float32),
         versions=np.repeat(version.astype(np.int64), end - start),
         rewards=np.array(reward.cast(pa.float32()).to_numpy(), dtype=np.float32),
-        scored=np.array(pc.is_valid(reward).to_numpy(), dtype=np.bool_),
+        scored=np.array(reward.is_valid().to_numpy(), dtype=np.bool_),
         truncated=np.array(table.column("truncated").to_numpy(), dtype=np.bool_),
     )
 
 
 def _lengths(table: pa.Table, name: str) -> np.ndarray:
-    return pc.list_value_length(table.column(name)).to_numpy().astype(np.int64)
+    return table.column(name).combine_chunks().value_lengths().to_numpy().astype(np.int64)
 
 
 def _flat(table: pa.Table, name: str, dtype: type[np.generic]) -> np.ndarray:
@@ -96,17 +94,16 @@ def _flat(table: pa.Table, name: str, dtype: type[np.generic]) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Packed rows for one forward pass, padded to the longest."""
+    """Packed rows for one forward pass, one after another, without padding."""
 
     input_ids: Tensor
-    """[R, L] int64; 0 in padding."""
+    """[T] int64."""
     position_ids: Tensor
-    """[R, L] int64."""
-    attention_mask: Tensor
-    """[R, 1, L, L] bool, True where the second position may be seen from the first. Padding sees only itself, so
-    that no row of the softmax is empty."""
+    """[T] int64."""
+    packing: Packing
+    """Which tokens see which."""
     predict_index: Tensor
-    """[M] int64: position in the flattened [R * L] whose hidden state predicts the token."""
+    """[M] int64: the position in [T] whose hidden state predicts the token."""
     targets: Tensor
     """[M] int64."""
     token_index: Tensor
@@ -136,29 +133,33 @@ class _Row:
     answers: tuple[_Answer, ...]
 
     @property
-    def length(self) -> int:
+    def num_tokens(self) -> int:
         return len(self.prompt_ids) + sum(answer.num_inputs for answer in self.answers)
+
+    @property
+    def longest_answer(self) -> int:
+        return max(answer.num_inputs for answer in self.answers)
 
 
 def pack(groups: Sequence[Group], trained_N: np.ndarray, *, microbatch_tokens: int) -> list[MicroBatch]:
     """Micro-batches that hold every token where `trained_N` is True, exactly once.
 
-    Rows of similar length share a micro-batch; rows times padded length stays within `microbatch_tokens`, save
-    for a single response that is longer by itself. Groups and responses without trained tokens take no room.
+    A micro-batch has at most `microbatch_tokens` tokens, save for a single response that is longer by itself with
+    its prompt. Groups and responses without trained tokens take no room.
     """
     rows = [
-        row
-        for group, first in _with_offsets(groups)
-        for row in _rows(group, first, trained_N, microbatch_tokens)
+        row for group, first in _with_offsets(groups) for row in _rows(group, first, trained_N, microbatch_tokens)
     ]
-    rows.sort(key=lambda row: row.length, reverse=True)
-    batches: list[MicroBatch] = []
-    start = 0
-    while start < len(rows):
-        count = max(1, microbatch_tokens // rows[start].length)
-        batches.append(_micro_batch(rows[start : start + count]))
-        start += count
-    return batches
+    rows.sort(key=lambda row: row.longest_answer, reverse=True)  # alike lengths together: less padding in attention
+    batches: list[list[_Row]] = []
+    room = 0
+    for row in rows:
+        if row.num_tokens > room:
+            batches.append([])
+            room = microbatch_tokens
+        batches[-1].append(row)
+        room -= row.num_tokens
+    return [_micro_batch(batch) for batch in batches]
 
 
 def _with_offsets(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
@@ -188,38 +189,32 @@ def _rows(group: Group, first: int, trained_N: np.ndarray, microbatch_tokens: in
 
 
 def _micro_batch(rows: Sequence[_Row]) -> MicroBatch:
-    length = max(row.length for row in rows)
-    input_ids = np.zeros((len(rows), length), dtype=np.int64)
-    position_ids = np.zeros((len(rows), length), dtype=np.int64)
-    segment = np.full((len(rows), length), -1, dtype=np.int64)  # 0: prompt, 1, 2, ...: answers, -1: padding
+    input_ids: list[np.ndarray] = []
+    position_ids: list[np.ndarray] = []
     predict_index: list[np.ndarray] = []
     targets: list[np.ndarray] = []
     token_index: list[np.ndarray] = []
-    for number, row in enumerate(rows):
+    at = 0
+    for row in rows:
         prompt = len(row.prompt_ids)
-        input_ids[number, :prompt] = row.prompt_ids
-        position_ids[number, :prompt] = np.arange(prompt)
-        segment[number, :prompt] = 0
-        at = prompt
-        for answer_number, answer in enumerate(row.answers, 1):
-            count = answer.num_inputs
-            input_ids[number, at : at + count] = answer.response_ids[:count]
-            position_ids[number, at : at + count] = prompt + np.arange(count)
-            segment[number, at : at + count] = answer_number
+        input_ids.append(row.prompt_ids)
+        position_ids.append(np.arange(prompt))
+        at += prompt
+        last_of_prompt = at - 1
+        for answer in row.answers:
+            input_ids.append(answer.response_ids[: answer.num_inputs])
+            position_ids.append(prompt + np.arange(answer.num_inputs))
             # Token t is predicted from token t - 1, the first one from the prompt's last.
-            before = np.where(answer.trained == 0, prompt - 1, at + answer.trained - 1)
-            predict_index.append(number * length + before)
+            predict_index.append(np.where(answer.trained == 0, last_of_prompt, at + answer.trained - 1))
             targets.append(answer.response_ids[answer.trained])
             token_index.append(answer.first_token + answer.trained)
-            at += count
-    segment_RL = torch.from_numpy(segment)
-    same_RLL = segment_RL[:, :, None] == segment_RL[:, None, :]
-    visible_RLL = (same_RLL | (segment_RL[:, None, :] == 0)) & (segment_RL[:, :, None] >= 0)
-    visible_RLL = visible_RLL.tril_() | torch.eye(length, dtype=torch.bool)
+            at += answer.num_inputs
     return MicroBatch(
-        input_ids=torch.from_numpy(input_ids),
-        position_ids=torch.from_numpy(position_ids),
-        attention_mask=visible_RLL[:, None],
+        input_ids=torch.from_numpy(np.concatenate(input_ids)),
+        position_ids=torch.from_numpy(np.concatenate(position_ids)),
+        packing=packing_of(
+            [len(row.prompt_ids) for row in rows], [[answer.num_inputs for answer in row.answers] for row in rows]
+        ),
         predict_index=torch.from_numpy(np.concatenate(predict_index)),
         targets=torch.from_numpy(np.concatenate(targets)),
         token_index=torch.from_numpy(np.concatenate(token_index)),

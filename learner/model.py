@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headway.core.errors import DataError
+from headway.learner.attention import PACKED_ATTENTION
 from headway.learner.batching import Group, MicroBatch, pack
 from headway.learner.logprobs import TokenLogprobs, token_logprobs
 
@@ -34,9 +35,8 @@ class PolicyModel:
         network = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa"
         )
-        self.network: PreTrainedModel = network.to(
-            self.device
-        ).eval()  # no dropout: it would break the ratios
+        network.eval()  # no dropout: it would break the ratios
+        self.network: PreTrainedModel = network.to(self.device)  # pyright: ignore[reportArgumentType]
         self.folder = folder
         if (error := _packing_error(self)) > MAX_PACKING_ERROR:
             raise DataError(
@@ -63,19 +63,20 @@ class PolicyModel:
                 "the learner does not support; lower sampling.max_new_tokens or choose another model.path"
             )
         head = self.network.get_output_embeddings()
+        assert head is not None
         return token_logprobs(
             self.hidden(batch), head.weight, batch.targets, bias_V=head.bias, temperature=temperature
         )
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """[M, H] last hidden states at the positions that predict the trained tokens."""
-        states_RLH = self.network.get_decoder()(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids,
+        states_1TH = self.network.get_decoder()(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            packing=batch.packing,
             use_cache=False,
         ).last_hidden_state
-        return states_RLH.flatten(0, 1).index_select(0, batch.predict_index)
+        return states_1TH[0].index_select(0, batch.predict_index)
 
     def zero_grad(self) -> None:
         for parameter in self.masters.values():
@@ -102,9 +103,9 @@ def _adds_to(master: nn.Parameter):
 
 
 def _packing_error(policy: PolicyModel) -> float:
-    """Largest difference in log-probability between the packed path and the network's own forward pass, on two
-    short answers to one prompt. Whatever an architecture does otherwise (scaled or capped logits, layers that
-    ignore the mask) shows here."""
+    """Switches the network to packed attention and returns the largest difference in log-probability from its
+    own, on two short answers to one prompt. Whatever an architecture does otherwise (scaled or capped logits,
+    layers without attention) shows here."""
     prompt, answers = [3, 1, 2], [[2, 3, 1], [1, 1, 3]]
     group = Group(
         rollout_ids=("a", "b"),
@@ -119,9 +120,10 @@ def _packing_error(policy: PolicyModel) -> float:
         truncated=np.zeros(2, dtype=np.bool_),
     )
     with torch.no_grad():
-        (batch,) = pack([group], group.loss_mask, microbatch_tokens=64)
-        packed_BT = policy.logprobs(batch, temperature=1.0).logprobs.reshape(2, 3).cpu()
         rows_BL = torch.tensor([prompt + answer for answer in answers], device=policy.device)
         own_BLV = policy.network(input_ids=rows_BL, use_cache=False).logits.float().log_softmax(dim=-1)
         own_BT = own_BLV[:, 2:-1].gather(2, rows_BL[:, 3:, None]).squeeze(2).cpu()
+        policy.network.set_attn_implementation(PACKED_ATTENTION)
+        (batch,) = pack([group], group.loss_mask, microbatch_tokens=64)
+        packed_BT = policy.logprobs(batch, temperature=1.0).logprobs.reshape(2, 3).cpu()
     return float((packed_BT - own_BT).abs().max())

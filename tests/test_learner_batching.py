@@ -102,26 +102,22 @@ def test_a_packed_row_by_hand() -> None:
     group = unpack(build([row(0, [10, 11, 12]), row(1, [13]), row(2, [14, 15])]))
     (batch,) = pack([group], np.ones(6, dtype=np.bool_), microbatch_tokens=64)
     # The last token of an answer is only predicted, never fed: answer 1 takes no room.
-    assert batch.input_ids.tolist() == [[7, 8, 9, 10, 11, 14]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
+    assert batch.input_ids.tolist() == [7, 8, 9, 10, 11, 14]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 3]
     assert batch.targets.tolist() == [10, 11, 12, 13, 14, 15]
     assert batch.predict_index.tolist() == [2, 3, 4, 2, 2, 5]
     assert batch.token_index.tolist() == [0, 1, 2, 3, 4, 5]
-    assert batch.attention_mask[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 1, 0],
-        [1, 1, 1, 0, 0, 1],  # the last answer sees the prompt and itself
-    ]
+    assert batch.packing.prompt_lengths == (3,)
+    assert batch.packing.answer_lengths == ((2, 1),)
+    # slots: prompt 0 1 2, then two answers of two slots each, of which the second fills one
+    assert batch.packing.slots_T.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_untrained_tokens_are_context_but_not_predicted() -> None:
     group = unpack(build([row(0, [10, 11, 12, 13]), row(1, [14, 15])]))
     trained = np.array([True, False, True, False, False, False])
     (batch,) = pack([group], trained, microbatch_tokens=64)
-    assert batch.input_ids.tolist() == [[7, 8, 9, 10, 11]]
+    assert batch.input_ids.tolist() == [7, 8, 9, 10, 11]
     assert batch.targets.tolist() == [10, 12]
     assert batch.predict_index.tolist() == [2, 4]
     assert batch.token_index.tolist() == [0, 2]
@@ -131,8 +127,8 @@ def test_a_group_over_the_budget_is_cut_and_carries_its_prompt_along() -> None:
     group = unpack(build([row(i, [10 + i] * 5) for i in range(3)]))
     batches = pack([group], np.ones(15, dtype=np.bool_), microbatch_tokens=11)
     assert [batch.input_ids.tolist() for batch in batches] == [
-        [[7, 8, 9, 10, 10, 10, 10, 11, 11, 11, 11]],
-        [[7, 8, 9, 12, 12, 12, 12]],
+        [7, 8, 9, 10, 10, 10, 10, 11, 11, 11, 11],
+        [7, 8, 9, 12, 12, 12, 12],
     ]
 
 
@@ -158,4 +154,3 @@ def test_every_trained_token_is_there_exactly_once_within_the_budget(lengths, bu
     for batch in batches:
         assert batch.input_ids.numel() <= budget
         assert batch.targets.tolist() == flat[batch.token_index.numpy()].tolist()
-        assert batch.attention_mask.any(dim=-1).all()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from headway.actors.verifier import VerifierWorker
 from headway.core.errors import Closed, DataError, HeadwayError
 from headway.core.prompts import Prompt, load_prompts

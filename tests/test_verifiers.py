@@ -7,17 +7,19 @@ import inspect
 import re
 import threading
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from headway.core.errors import DataError
 from headway.verifiers import gym
 from headway.verifiers.extract import boxed, final_answer
 from headway.verifiers.numbers import last_number, parse_number
 from headway.verifiers.registry import VERIFIERS, verify
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 # (gold, response, score)
 REPORTED = {
@@ -88,6 +90,12 @@ MORE = {
     "hours are no minutes": ("12 hours", r"\boxed{12\text{ minutes}}", 0),
     "rate in words": (r"60 \text{ km/h}", r"\boxed{60 \text{ kilometers per hour}}", 1),
     "apples are no pears": (r"12\text{ apples}", r"\boxed{12\text{ pears}}", 0),
+    "unit at the digits": (r"50\text{ m}", r"\boxed{50m}", 1),
+    "named point": ("(2,-1)", r"\boxed{(x,y)=(2,-1)}", 1),
+    "named angle": (r"30^\circ", r"\boxed{\angle ABC = 30^\circ}", 1),
+    "integrals": (r"\int_0^1 x^2 dx", r"\boxed{\int_0^1 x\cdot x\, dx}", 1),
+    "another integral": (r"\int_0^1 x^2 dx", r"\boxed{\int_0^1 x\, dx}", 0),
+    "inequality in two unknowns": ("x+y>2", r"\boxed{2<y+x}", 1),
     "a factor is no unit": ("2", r"\boxed{2s}", 0),
     "an open answer": ("5", r"\boxed{5 \text{ or more}}", 0),
     "millions": (r"5 \text{ million}", r"\boxed{5,000,000}", 1),
@@ -112,6 +120,8 @@ MORE = {
     "surd": (r"\sqrt{50}", r"\boxed{5\sqrt{2}}", 1),
     "cancelled surds": ("0", r"\boxed{\sqrt2\sqrt3-\sqrt6}", 1),
     "change of base": (r"\log_2 x", r"\boxed{\frac{\ln x}{\ln 2}}", 1),
+    "mixed number in a product": (r"-\frac{5\pi}{2}", r"\boxed{-2\frac{1}{2}\pi}", 1),
+    "brackets make a product": ("1", r"\boxed{(2)\frac{1}{2}}", 1),
     "complex": ("2+3i", r"\boxed{3i+2}", 1),
     "factorials": ("(n+1)!", r"\boxed{(n+1) n!}", 1),
     "large power": ("2^{100}", r"\boxed{1267650600228229401496703205376}", 1),
@@ -261,6 +271,32 @@ def test_a_decimal_is_its_fraction_and_no_other(number: int, decimals: int) -> N
     assert verify("math", rf"\frac{{{number + 1}}}{{{10**decimals}}}", rf"\boxed{{{written}}}", {}).score == 0
 
 
+_Sum = tuple[str, Fraction]
+
+
+def _combined(parts: st.SearchStrategy[_Sum]) -> st.SearchStrategy[_Sum]:
+    """LaTeX for an operation on two parts, with its value."""
+    return st.one_of(
+        st.tuples(parts, parts).map(lambda p: (f"({p[0][0]})+({p[1][0]})", p[0][1] + p[1][1])),
+        st.tuples(parts, parts).map(lambda p: (f"{p[0][0]} - ({p[1][0]})", p[0][1] - p[1][1])),
+        st.tuples(parts, parts).map(lambda p: (rf"({p[0][0]}) \cdot ({p[1][0]})", p[0][1] * p[1][1])),
+        st.tuples(parts, parts).map(lambda p: (f"({p[0][0]})({p[1][0]})", p[0][1] * p[1][1])),
+        st.tuples(parts, parts)
+        .filter(lambda p: p[1][1] != 0)
+        .map(lambda p: (rf"\frac{{{p[0][0]}}}{{{p[1][0]}}}", p[0][1] / p[1][1])),
+        parts.map(lambda p: (f"({p[0]})^2", p[1] ** 2)),
+        parts.map(lambda p: (rf"\sqrt{{({p[0]})^2}}", abs(p[1]))),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.recursive(st.integers(-9, 99).map(lambda n: (str(n), Fraction(n))), _combined, max_leaves=8))
+def test_arithmetic_is_exact(written_and_value: _Sum) -> None:
+    written, value = written_and_value
+    assert verify("math", f"{value}", rf"\boxed{{{written}}}", {}).score == 1
+    assert verify("math", f"{value + Fraction(1, 10**30)}", rf"\boxed{{{written}}}", {}).score == 0
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -270,6 +306,10 @@ def test_a_decimal_is_its_fraction_and_no_other(number: int, decimals: int) -> N
         "{" * 3000 + "5" + "}" * 3000,
         "(" * 900 + "5" + ")" * 900,
         r"\frac{1}{" * 200 + "5" + "}" * 200,
+        r"\frac" * 400 + "5",
+        "+1" * 900,
+        "n" + "!" * 900,
+        r"\{" * 600 + "5" + r"\}" * 600,
         "1" * 5000,
         r"\exp(\exp(\exp(100)))",
         "10^{10^{10}}+" * 50 + "1",

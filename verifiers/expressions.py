@@ -41,6 +41,9 @@ FUNCTIONS = frozenset({
 })  # fmt: skip
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _OPEN = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
+_NO_FACTOR = frozenset({
+    "\\cdot", "\\times", "\\div", "\\}", "\\rvert", "\\rfloor", "\\rceil", "\\degree",
+})  # fmt: skip
 _BARS = {"|": "|", "\\lvert": "\\rvert", "\\vert": "\\vert", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 
 
@@ -99,70 +102,53 @@ class _Reader:
             raise NotRead
 
     def sum(self) -> Node:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise TooLarge
         sign = self.accept("+", "-")
-        node = self.product()
-        node = ("negative", node) if sign == "-" else node
+        terms = [_signed(sign, self.product())]
         while sign := self.accept("+", "-"):
-            right = self.product()
-            node = ("add", node, ("negative", right) if sign == "-" else right)
-        self.depth -= 1
-        return node
+            terms.append(_signed(sign, self.product()))
+        return terms[0] if len(terms) == 1 else ("add", *terms)
 
     def product(self) -> Node:
-        node = self.signed_power()
+        factors = [self.signed_power()]
         while True:
             if sign := self.accept("*", "/", "\\cdot", "\\times", "\\div"):
-                right = self.signed_power()
-                node = ("divide" if sign in ("/", "\\div") else "multiply", node, right)
+                factor = self.signed_power()
+                factors.append(("inverse", factor) if sign in ("/", "\\div") else factor)
             elif self.starts_factor():
-                node = self.implicit(node, self.power())
+                after_digits = self.tokens[self.position - 1][0] == "number"
+                right = self.power()
+                if (
+                    after_digits
+                    and _is_whole(factors[-1])
+                    and right[0] == "fraction"
+                    and _is_number(right[1:])
+                ):
+                    factors[-1] = self.mixed(factors[-1], right)
+                else:
+                    factors.append(right)
             else:
-                return node
+                return factors[0] if len(factors) == 1 else ("multiply", *factors)
 
-    def implicit(self, left: Node, right: Node) -> Node:
-        """A product without a sign; an integer before a proper fraction is a mixed number."""
-        if (
-            left[0] == "number"
-            and left[1].denominator == 1
-            and right[0] == "fraction"
-            and right[1][0] == right[2][0] == "number"
-        ):
-            if not right[1][1] < right[2][1]:
-                raise NotRead
-            return ("add", left, right)
-        return ("multiply", left, right)
+    def mixed(self, whole: Node, fraction: Node) -> Node:
+        """An integer before a proper fraction is a mixed number; before another one it could be anything."""
+        if not fraction[1][1] < fraction[2][1]:
+            raise NotRead
+        return ("add", whole, fraction)
 
     def starts_factor(self) -> bool:
         kind, text = self.kind(), self.peek()
         if kind == "letter":
             return True
         if kind == "command":
-            return text not in (
-                "\\cdot",
-                "\\times",
-                "\\div",
-                "\\}",
-                "\\rvert",
-                "\\rfloor",
-                "\\rceil",
-                "\\degree",
-            ) and (text not in self.bars[-1:])
-        return (kind == "sign" and text in ("(", "[", "{", "π")) or (text == "|" and not self.bars)
+            return text not in _NO_FACTOR and text not in self.bars[-1:]
+        return text in ("(", "[", "{") or (text == "|" and not self.bars)
 
     def signed_power(self) -> Node:
-        if sign := self.accept("+", "-"):
-            node = self.power()
-            return ("negative", node) if sign == "-" else node
-        return self.power()
+        return _signed(self.accept("+", "-"), self.power())
 
     def power(self) -> Node:
         node = self.postfix(self.atom())
         if self.accept("^"):
-            if self.accept("\\degree"):
-                return ("multiply", node, ("degree",))
             node = self.postfix(("power", node, self.script()))
             if self.peek() == "^":
                 raise NotRead
@@ -177,8 +163,12 @@ class _Reader:
         return self.atom()
 
     def postfix(self, node: Node) -> Node:
-        while sign := self.accept("!", "\\degree"):
-            node = ("factorial", node) if sign == "!" else ("multiply", node, ("degree",))
+        if self.accept("!"):
+            node = ("factorial", node)
+        elif self.accept("\\degree"):
+            node = ("multiply", node, ("degree",))
+        if self.peek() in ("!", "\\degree"):  # n!! is no factorial of a factorial
+            raise NotRead
         return node
 
     def group(self) -> Node:
@@ -206,6 +196,14 @@ class _Reader:
         return ("number", Fraction(digit))
 
     def atom(self) -> Node:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise TooLarge
+        node = self.thing()
+        self.depth -= 1
+        return node
+
+    def thing(self) -> Node:
         kind, text = self.tokens[self.position] if self.position < len(self.tokens) else ("", "")
         if kind == "number":
             self.next()
@@ -271,14 +269,26 @@ class _Reader:
             name, exponent = _INVERSE[name], None
         node: Node = (name, self.function_argument())
         if base is not None:
-            node = ("divide", node, ("log", base))
+            node = ("fraction", node, ("log", base))
         return node if exponent is None else ("power", node, exponent)
 
     def function_argument(self) -> Node:
         """A group, or the factors up to the next sign or function."""
         if self.peek() in ("(", "[", "{"):
             return self.group()
-        node = self.power()
+        factors = [self.power()]
         while self.starts_factor() and self.peek() not in ("(", "[") and self.peek()[1:] not in FUNCTIONS:
-            node = ("multiply", node, self.power())
-        return node
+            factors.append(self.power())
+        return factors[0] if len(factors) == 1 else ("multiply", *factors)
+
+
+def _signed(sign: str, node: Node) -> Node:
+    return ("negative", node) if sign == "-" else node
+
+
+def _is_whole(node: Node) -> bool:
+    return node[0] == "number" and node[1].denominator == 1
+
+
+def _is_number(nodes: Node) -> bool:
+    return all(node[0] == "number" for node in nodes)

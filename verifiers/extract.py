@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from headway.verifiers.numbers import last_number
 
 _THINK = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
+_ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _SIDE_BY_SIDE = re.compile(
     r"(?:[\s,;.$/|]|\\[,;:]|\\\(|\\\)|\\quad|\\text\s*\{\s*(?:or|and)\s*\}|\b(?:or|and)\b)*", re.IGNORECASE
@@ -17,6 +18,7 @@ _ANSWER_IS = re.compile(r"\banswer[*_ \t]{0,4}(?:\bis\b|\bequals\b|[:=])([^\n]*)
 _STATEMENT_END = re.compile(r"(?<=[^\s.])[.!?;](?:\s|$)|,\s(?:so|since|because|as|which)\b")
 _BOLD = re.compile(r"\*\*(?=[^\s*])([^*]+)\*\*")
 _MATH = re.compile(r"\$([^$]+)\$|\\\(((?:[^\\]|\\[^()])+)\\\)")
+_MAX_CANDIDATES = 64
 _MAX_LINE = 4000
 """Characters at the end of the last line in which an unmarked answer is looked for."""
 
@@ -85,7 +87,7 @@ def boxed(text: str) -> Found | None:
         return None
     contents = [found[-1][2]]
     for (_, end, content), (start, _, _) in zip(found[-2::-1], found[:0:-1], strict=True):
-        if not _SIDE_BY_SIDE.fullmatch(text, end, start):
+        if len(contents) > _MAX_CANDIDATES or not _SIDE_BY_SIDE.fullmatch(text, end, start):
             break
         if content and content not in contents:
             contents.insert(0, content)
@@ -128,12 +130,22 @@ def tagged_answer(response: str) -> str | None:
     text = after_reasoning(response)
     if text is None:
         return None
-    if tags := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL | re.IGNORECASE):
-        return tags[-1].strip()
+    if (tagged := _last_tagged(text)) is not None:
+        return tagged
     if (box := boxed(text)) is not None:
         return box.text
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else None
+
+
+def _last_tagged(text: str) -> str | None:
+    opened = answer = None
+    for tag in _ANSWER_TAG.finditer(text):
+        if not tag.group(1):
+            opened = tag.end()
+        elif opened is not None:
+            answer, opened = text[opened : tag.start()].strip(), None
+    return answer
 
 
 def _explicit(text: str) -> str | None:

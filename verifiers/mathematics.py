@@ -42,7 +42,9 @@ _ALSO_WORDS = frozenset({
     "yes", "no", "not", "none", "true", "false", "neither", "both", "either", "undefined", "infinity",
     "max", "min", "from", "to", "by", "at", "in",
 })  # fmt: skip
-_NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\([A-Za-z](?:,[A-Za-z])*\))?")
+_NAME = re.compile(
+    r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\([A-Za-z](?:,[A-Za-z])*\))?|\([A-Za-z](?:,[A-Za-z])+\)|m?\\angle\s*[A-Z]{1,3}"
+)
 _BRACKETED = re.compile(r"(\\\{|\{|\(|\[|\\langle)(.*?)(\\\}|\}|\)|\]|\\rangle)", re.DOTALL)
 _ELEMENTS = re.compile(r"(?:[A-Za-z]|\([A-Za-z](?:,[A-Za-z])+\))\s*\\in\s*(?=\\\{)")
 _MATRIX = re.compile(r"\\begin\{([pbvVB]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
@@ -157,7 +159,7 @@ class _Comparison:
         try:
             left = [expressions.read(part) for part in gold]
             right = [expressions.read(part) for part in answer]
-            scale = ("divide", left[0], right[0])
+            scale = ("fraction", left[0], right[0])
             return all(
                 values.same_value(one, ("multiply", other, scale))
                 for one, other in zip(left[1:], right[1:], strict=True)
@@ -269,6 +271,10 @@ class _Comparison:
         (value, unit), (other_value, other_unit) = split_unit(gold), split_unit(answer)
         if unit is None and other_unit is None and (value, other_value) == (gold, answer):
             return None
+        if unit and not other_unit:
+            other_value, other_unit = _cut(other_value, unit)
+        elif other_unit and not unit:
+            value, unit = _cut(value, other_unit)
         if unit and other_unit and unit != other_unit:
             return False
         degree = "\\degree"
@@ -297,6 +303,12 @@ class _Comparison:
         if degrees[0] != degrees[1]:
             return self.same(gold.removesuffix("\\degree").strip(), answer.removesuffix("\\degree").strip())
         return False
+
+
+def _cut(value: str, unit: str) -> tuple[str, str | None]:
+    """Without a unit that stands right at the digits: 50m is 50 metres beside an answer in metres."""
+    bare = value.removesuffix(unit)
+    return (bare, unit) if bare != value and bare[-1:].isdigit() else (value, None)
 
 
 def _clock(match: re.Match[str]) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ significant digits elsewhere. So no answer can start a long computation.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import threading
@@ -312,10 +313,10 @@ _LOGARITHMS = frozenset(["ln", "log", "lg"])
 _PERIODIC = frozenset(["sin", "cos", "tan", "cot"])
 _MP_NAMES = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "log": "ln", "lg": "log10"}
 _OPERATIONS: dict[str, Callable[..., Value]] = {
-    "add": _add,
+    "add": lambda *values: functools.reduce(_add, values),
     "negative": lambda value: -value,
-    "multiply": _multiply,
-    "divide": _divide,
+    "multiply": lambda *values: functools.reduce(_multiply, values),
+    "inverse": lambda value: 1 / value,
     "fraction": _divide,
     "power": _power,
     "root": _root,
