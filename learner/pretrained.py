@@ -68,12 +68,11 @@ def _make_smollm2(folder: Path) -> None:
 
     gguf = _smollm2_gguf()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     # The loaded model calls itself quantized, though its weights are plain by now, and would refuse to be saved.
     del model.config.quantization_config
-    model.hf_quantizer = None
+    model.hf_quantizer = model.quantization_method = None
     model.is_quantized = False
-    model.quantization_method = None
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -22,7 +22,9 @@ class Layout:
 
 def layout_of(model: PolicyModel, dtype: Dtype, max_bucket_bytes: int) -> Layout:
     """All parameters under their checkpoint names; a tied output layer is its embedding and is left out."""
-    tensors = [(name, dtype, tuple(master.shape)) for name, master in model.masters.items()]
+    tensors: list[tuple[str, Dtype, tuple[int, ...]]] = [
+        (name, dtype, tuple(master.shape)) for name, master in model.masters.items()
+    ]
     return Layout(*weights.layout(tensors, max_bucket_bytes=max_bucket_bytes))
 
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.learner import logprobs
 from headway.learner.logprobs import token_logprobs
@@ -104,7 +105,7 @@ def test_a_float32_block_of_logits_is_all_that_exists(monkeypatch: pytest.Monkey
     monkeypatch.setattr(logprobs, "BLOCK_ELEMENTS", 256 * 4)
     largest = 0
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal largest
             out = func(*args, **(kwargs or {}))

@@ -1,0 +1,119 @@
+"""The data path alone: tables from producers through the queue actor to a consumer, on a local Ray.
+
+    python bench/queue_hop.py
+
+Prints the time of one hop (put by value, take, read without a copy) for a group of 8 x 4096 tokens, groups per second
+with two producers, and that the rows outlive their producer.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+
+from headway.cluster.placement import Placement, connect
+from headway.core import rollouts
+from headway.core.config import parse_config
+from headway.core.rollouts import SCHEMA
+
+ROWS, TOKENS, GROUPS = 8, 4096, 300
+
+
+def group(group_id: int) -> pa.Table:
+    ids = np.arange(TOKENS, dtype=np.int32)
+    logprobs = np.full(TOKENS, -1.0, dtype=np.float32)
+    mask = np.ones(TOKENS, dtype=np.uint8)
+    return rollouts.build(
+        {
+            "rollout_id": f"{group_id}/{index}",
+            "group_id": group_id,
+            "prompt_id": str(group_id),
+            "sample_index": index,
+            "prompt_ids": ids[:512],
+            "response_ids": ids,
+            "loss_mask": mask,
+            "behavior_logprobs": logprobs,
+            "version_spans": [{"start": 0, "end": TOKENS, "version": 0}],
+            "finish_reason": "length",
+            "truncated": True,
+            "text": "x" * TOKENS,
+            "reward": 1.0,
+        }
+        for index in range(ROWS)
+    )
+
+
+@ray.remote(num_cpus=0)
+class Producer:
+    """Puts prebuilt tables into the queue, a few in flight."""
+
+    def __init__(self, queue: Any, first: int) -> None:
+        self._queue, self._first = queue, first
+        self._template = group(0)
+
+    def produce(self, count: int) -> None:
+        pending: list[Any] = []
+        for number in range(count):
+            ids = [self._first + number] * ROWS
+            pending.append(self._queue.put.remote(rollouts.replace_column(self._template, "group_id", ids)))
+            if len(pending) >= 8:
+                ray.get(pending.pop(0))
+        ray.get(pending)
+
+
+def main() -> None:
+    config = parse_config({"run": {"name": "bench-queue"}, "metrics": {"port": 0}})
+    connect(config)
+    place = Placement(config, config.run_folder.resolve())
+    queue = place.queue()
+    ray.get(queue.ping.remote())
+    table = group(0)
+    print(f"one group: {ROWS} x {TOKENS} tokens, {table.nbytes / 2**20:.2f} MiB, schema of {len(SCHEMA)} columns")
+    puts, takes = [], []
+    for number in range(50):
+        one = rollouts.replace_column(table, "group_id", [number] * ROWS)
+        began = time.perf_counter()
+        ray.get(queue.put.remote(one))
+        put = time.perf_counter()
+        (reference,) = ray.get(queue.take.remote([number]))
+        read = ray.get(reference)
+        read.column("response_ids").chunk(0).flatten().to_numpy()
+        takes.append(time.perf_counter() - put)
+        puts.append(put - began)
+        ray.get(queue.release.remote([number]))
+    print(f"put {statistics.median(puts) * 1e3:.1f} ms, take and read {statistics.median(takes) * 1e3:.1f} ms (medians of 50)")
+    producers = [Producer.remote(queue, 1_000_000 * (1 + n)) for n in range(2)]  # type: ignore[attr-defined]
+    ray.get([p.produce.remote(2) for p in producers])
+    began = time.perf_counter()
+    done = [p.produce.remote(GROUPS // 2) for p in producers]
+    for n in range(2):
+        wanted = [1_000_000 * (1 + n) + k for k in range(GROUPS // 2)]
+        while wanted:
+            batch, wanted = wanted[:8], wanted[8:]
+            while True:
+                try:
+                    references = ray.get(queue.take.remote(batch))
+                    break
+                except Exception as error:  # not there yet
+                    if "does not hold" not in str(error):
+                        raise
+                    time.sleep(0.002)
+            ray.get(references)
+            ray.get(queue.release.remote(batch))
+    ray.get(done)
+    print(f"two producers, one consumer: {GROUPS / (time.perf_counter() - began):.0f} groups/s")
+    ray.get(queue.put.remote(ray.get(ray.put(rollouts.replace_column(table, "group_id", [7] * ROWS)))))
+    for producer in producers:
+        ray.kill(producer)
+    (reference,) = ray.get(queue.take.remote([7]))
+    print(f"rows after the producers died: {ray.get(reference).num_rows}")
+    place.close()
+
+
+if __name__ == "__main__":
+    main()
