@@ -21,6 +21,7 @@ from headway.core.errors import ClusterError, ConfigError
 LARGEST_SHIPPED_FILE = 50 << 20
 PACKAGES = ("core", "verifiers", "learner", "actors", "cluster")
 POLL_S = 1.0
+AGENT_DEADLINE_S = 60.0
 
 
 def build_wheel(target: Path) -> Path:
@@ -69,6 +70,7 @@ def job_folder(config: Config, folder: Path) -> None:
 
 def submit(config: Config, address: str, *, submission_id: str | None, resume: bool, overwrite: bool) -> tuple[Any, str]:
     """Submits the run; returns the client and the job's id. Raises `ClusterError`."""
+    from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
     # With a token at hand the client must be told to send it, whatever the cluster's default is.
@@ -83,20 +85,33 @@ def submit(config: Config, address: str, *, submission_id: str | None, resume: b
         job_folder(config, folder)
         try:
             client = JobSubmissionClient(address)
-            job = client.submit_job(
+            job = _submit_when_ready(
+                client,
                 entrypoint=" ".join(["python -m headway.cluster.cli train config.json", *flags]),
                 submission_id=submission_id or f"headway-{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}",
                 runtime_env={"working_dir": str(folder), "py_modules": [str(wheel)]},
                 metadata={"headway_run": config.run.name},
             )
+        except AuthenticationError as error:
+            raise ClusterError(
+                f"cannot submit to {address}: unauthorised; set RAY_AUTH_TOKEN to the cluster's token, or put it into "
+                "~/.ray/auth_token"
+            ) from error
         except (ConnectionError, RuntimeError, ValueError) as error:
-            hint = (
-                " (the cluster wants a token: set RAY_AUTH_TOKEN, or put it into ~/.ray/auth_token)"
-                if "401" in str(error) or "nauthor" in str(error)
-                else ""
-            )
-            raise ClusterError(f"cannot submit to {address}: {str(error).splitlines()[0]}{hint}") from error
+            raise ClusterError(f"cannot submit to {address}: {str(error).splitlines()[0]}") from error
     return client, job
+
+
+def _submit_when_ready(client: Any, **job: Any) -> str:
+    """A cluster that has just started answers for a while that it has no agent yet."""
+    end = time.monotonic() + AGENT_DEADLINE_S
+    while True:
+        try:
+            return client.submit_job(**job)
+        except RuntimeError as error:
+            if "No available agent" not in str(error) or time.monotonic() > end:
+                raise
+            time.sleep(POLL_S)
 
 
 def follow(client: Any, job: str) -> Iterator[str]:

@@ -40,7 +40,7 @@ RECIPE: dict[str, Any] = {
         "tokenizer": [*SPECIAL_TOKENS, *PHRASES, CHARACTERS],
         "seed": 0,
     },
-    "warm_up": {"steps": 250, "prompts_per_step": 64, "learning_rate": 3e-3, "seed": 0, "answers": 1},
+    "warm_up": {"steps": 1000, "prompts_per_step": 16, "learning_rate": 3e-3, "seed": 0, "answers": 1},
 }
 """Everything that decides what the made folder holds; raise `answers` when `worked_answer` changes."""
 

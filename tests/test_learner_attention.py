@@ -43,17 +43,17 @@ def test_equals_one_softmax_under_a_mask(rows, heads, max_dense_length, seed) ->
     prompts, answers = [prompt for prompt, _ in rows], [lengths for _, lengths in rows]
     tokens = sum(prompts) + sum(map(sum, answers))
     generator = torch.Generator().manual_seed(seed)
-    inputs = [
+    inputs = query, key, value = tuple(
         torch.randn(1, n, tokens, 3, generator=generator, dtype=torch.float64).requires_grad_()
         for n in (heads[0], heads[1], heads[1])
-    ]
+    )
     upstream = torch.randn(1, tokens, heads[0], 3, generator=generator, dtype=torch.float64)
-    expected = one_mask(*inputs, prompts, answers, 0.5)
+    expected = one_mask(query, key, value, prompts, answers, 0.5)
     expected_grads = torch.autograd.grad((expected * upstream).sum(), inputs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "MAX_DENSE_LENGTH", max_dense_length)
         packing = packing_of(prompts, answers)
-        got, _ = packed_attention(torch.nn.Module(), *inputs, None, packing=packing, scaling=0.5)
+        got, _ = packed_attention(torch.nn.Module(), query, key, value, None, packing=packing, scaling=0.5)
         grads = torch.autograd.grad((got * upstream).sum(), inputs)
     assert_close(got, expected)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
