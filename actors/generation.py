@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from headway.core import rollouts
 from headway.core.config import Config
-from headway.core.errors import DataError, EngineDead, RolloutFailed, WeightUpdateFailed
+from headway.core.errors import ConfigError, DataError, EngineDead, RolloutFailed, WeightUpdateFailed
 from headway.core.metrics import Recorder, Update
 from headway.core.prompts import Prompt
 from headway.core.weights import Manifest
@@ -60,7 +60,9 @@ class GenerationActor:
         self._broken = ""
         self._updating = asyncio.Lock()
         self._serving = asyncio.Event()
-        self._shared = Path(tempfile.mkstemp(prefix=f"headway-{config.run.name}-{replica}-", dir="/dev/shm")[1])
+        self._shared = Path(
+            tempfile.mkstemp(prefix=f"headway-{config.run.name}-{replica}-", dir="/dev/shm")[1]
+        )
 
     async def start(self) -> None:
         """Starts the engine on the model folder. It serves nothing before the first `update_weights`."""
@@ -75,6 +77,8 @@ class GenerationActor:
 
         transport.register()
         config = self._config
+        if config.generation.max_model_len is None:
+            raise ConfigError("generation.max_model_len must be resolved before an engine starts")
         self._tokenizer = AutoTokenizer.from_pretrained(self._model_folder)
         self._eos_ids = eos_token_ids(Path(self._model_folder), self._tokenizer)
         self._engine = AsyncLLM.from_engine_args(
@@ -87,7 +91,9 @@ class GenerationActor:
                 max_num_seqs=config.generation.max_concurrent_requests,
                 # A seeded request whose prefill is split rewinds its generator, which CPU generators cannot do.
                 enable_chunked_prefill=False if current_platform.is_cpu() else None,
-                max_num_batched_tokens=max(2048, config.generation.max_model_len or 0) if current_platform.is_cpu() else None,
+                max_num_batched_tokens=max(2048, config.generation.max_model_len)
+                if current_platform.is_cpu()
+                else None,
                 gpu_memory_utilization=config.generation.gpu_memory_utilization,
                 enable_prefix_caching=config.generation.prefix_caching,
                 skip_tokenizer_init=True,
@@ -146,7 +152,9 @@ class GenerationActor:
         except WeightUpdateFailed:
             raise
         except Exception as error:  # whatever broke, the engine's weights are unknown from here on
-            raise WeightUpdateFailed(f"engine {self._replica}, version {manifest.version}: {error}") from error
+            raise WeightUpdateFailed(
+                f"engine {self._replica}, version {manifest.version}: {error}"
+            ) from error
         loaded = time.monotonic()
         self._version, self._broken = manifest.version, ""
         await self._engine.resume_generation()
@@ -170,7 +178,9 @@ class GenerationActor:
         started = time.time()
         try:
             async with asyncio.timeout(request.deadline_s):
-                prompt_ids = encode(self._tokenizer, request.prompt, chat_template=self._config.model.chat_template)
+                prompt_ids = encode(
+                    self._tokenizer, request.prompt, chat_template=self._config.model.chat_template
+                )
                 await self._serving.wait()
                 if self._broken:
                     raise RolloutFailed("generation_failed", self._broken)
@@ -178,13 +188,18 @@ class GenerationActor:
                     *(self._sample(request, prompt_ids, index) for index in range(request.group_size))
                 )
         except TimeoutError:
-            raise RolloutFailed("straggler", f"group {request.group_id} passed {request.deadline_s:.0f} s") from None
+            raise RolloutFailed(
+                "straggler", f"group {request.group_id} passed {request.deadline_s:.0f} s"
+            ) from None
         except EngineDeadError as error:
             raise EngineDead(f"engine {self._replica}") from error
         finished = time.time()
-        self._recorder.inc("headway_generation_tokens_total", sum(len(output.token_ids) for output in outputs))
+        self._recorder.inc(
+            "headway_generation_tokens_total", sum(len(output.token_ids) for output in outputs)
+        )
         return rollouts.build(
-            self._row(request, prompt_ids, index, output, started, finished) for index, output in enumerate(outputs)
+            self._row(request, prompt_ids, index, output, started, finished)
+            for index, output in enumerate(outputs)
         )
 
     async def _sample(self, request: GroupRequest, prompt_ids: list[int], index: int) -> CompletionOutput:
@@ -208,7 +223,9 @@ class GenerationActor:
         async for output in self._engine.generate(prompt, params, request_id):  # type: ignore[arg-type]
             final = output
         if final is None or not final.outputs[0].token_ids:
-            raise RolloutFailed("generation_failed", f"group {request.group_id}: the engine returned no tokens")
+            raise RolloutFailed(
+                "generation_failed", f"group {request.group_id}: the engine returned no tokens"
+            )
         return final.outputs[0]
 
     def _row(
@@ -277,18 +294,19 @@ def encode(tokenizer: Any, prompt: Prompt, *, chat_template: bool) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     if not isinstance(prompt.content, str):
         raise DataError(f"prompt {prompt.prompt_id} holds chat messages, but model.chat_template is false")
-    ids = tokenizer(prompt.content, add_special_tokens=False)["input_ids"]
-    bos = tokenizer.bos_token_id
-    wants_bos = bos is not None and tokenizer("", add_special_tokens=True)["input_ids"][:1] == [bos]
-    return [bos, *ids] if wants_bos and ids[:1] != [bos] else ids
+    ids: list[int] = tokenizer(prompt.content, add_special_tokens=False)["input_ids"]
+    bos: int | None = tokenizer.bos_token_id
+    if bos is None or ids[:1] == [bos] or tokenizer("", add_special_tokens=True)["input_ids"][:1] != [bos]:
+        return ids
+    return [bos, *ids]
 
 
 def eos_token_ids(folder: Path, tokenizer: Any) -> list[int]:
     """Every id that ends a response: the generation config's, else the tokenizer's."""
     path = folder / "generation_config.json"
     declared = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-    ids = {tokenizer.eos_token_id} | set(declared if isinstance(declared, list) else [declared])
-    ids.discard(None)
+    candidates = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
+    ids = {token for token in candidates if token is not None}
     if not ids:
         raise DataError(f"model {folder} declares no end-of-sequence token; responses could never end")
     return sorted(ids)
@@ -311,7 +329,9 @@ def _lay_out(path: Path, manifest: Manifest, buckets: tuple[np.ndarray, ...]) ->
     """Writes the buckets end to end into the shared file; returns where each tensor lies in it."""
     sizes = tuple(len(bucket) for bucket in buckets)
     if sizes != manifest.bucket_bytes:
-        raise WeightUpdateFailed(f"version {manifest.version}: buckets of {sizes} bytes, manifest {manifest.bucket_bytes}")
+        raise WeightUpdateFailed(
+            f"version {manifest.version}: buckets of {sizes} bytes, manifest {manifest.bucket_bytes}"
+        )
     starts = np.cumsum([0, *sizes])
     if path.stat().st_size != manifest.num_bytes:
         os.truncate(path, manifest.num_bytes)

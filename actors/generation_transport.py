@@ -75,7 +75,8 @@ class SharedMemoryTransport(WeightTransferEngine[NoInitInfo, SharedMemoryUpdateI
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        self.model.load_weights(weights=_tensors(update_info.path, update_info.entries))
+        model: Any = self.model  # every vLLM model has `load_weights`; torch's type does not say so
+        model.load_weights(weights=_tensors(update_info.path, update_info.entries))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

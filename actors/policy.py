@@ -12,7 +12,8 @@ import torch
 from headway.core.config import Config
 from headway.core.weights import Manifest
 from headway.learner.publish import export, layout_of
-from headway.learner.trainer import StepStats, Trainer
+from headway.learner.stats import StepStats
+from headway.learner.trainer import Trainer
 
 
 class PolicyActor:

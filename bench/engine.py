@@ -1,6 +1,6 @@
 """Tokens per second of one generation actor, with and without weight updates under way.
 
-    python bench/engine.py [MODEL] [THREADS]
+python bench/engine.py [MODEL] [THREADS]
 """
 
 from __future__ import annotations

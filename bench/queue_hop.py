@@ -48,7 +48,6 @@ def group(group_id: int) -> pa.Table:
     )
 
 
-@ray.remote(num_cpus=0)
 class Producer:
     """Puts prebuilt tables into the queue, a few in flight."""
 
@@ -73,22 +72,28 @@ def main() -> None:
     queue = place.queue()
     ray.get(queue.ping.remote())
     table = group(0)
-    print(f"one group: {ROWS} x {TOKENS} tokens, {table.nbytes / 2**20:.2f} MiB, schema of {len(SCHEMA)} columns")
+    print(
+        f"one group: {ROWS} x {TOKENS} tokens, {table.nbytes / 2**20:.2f} MiB, schema of {len(SCHEMA)} columns"
+    )
+    get: Any = ray.get
     puts, takes = [], []
     for number in range(50):
         one = rollouts.replace_column(table, "group_id", [number] * ROWS)
         began = time.perf_counter()
-        ray.get(queue.put.remote(one))
+        get(queue.put.remote(one))
         put = time.perf_counter()
-        (reference,) = ray.get(queue.take.remote([number]))
-        read = ray.get(reference)
+        (reference,) = get(queue.take.remote([number]))
+        read = get(reference)
         read.column("response_ids").chunk(0).flatten().to_numpy()
         takes.append(time.perf_counter() - put)
         puts.append(put - began)
-        ray.get(queue.release.remote([number]))
-    print(f"put {statistics.median(puts) * 1e3:.1f} ms, take and read {statistics.median(takes) * 1e3:.1f} ms (medians of 50)")
-    producers = [Producer.remote(queue, 1_000_000 * (1 + n)) for n in range(2)]  # type: ignore[attr-defined]
-    ray.get([p.produce.remote(2) for p in producers])
+        get(queue.release.remote([number]))
+    print(
+        f"put {statistics.median(puts) * 1e3:.1f} ms, take and read {statistics.median(takes) * 1e3:.1f} ms (medians of 50)"
+    )
+    remote: Any = ray.remote(Producer).options(num_cpus=0)
+    producers = [remote.remote(queue, 1_000_000 * (1 + n)) for n in range(2)]
+    get([p.produce.remote(2) for p in producers])
     began = time.perf_counter()
     done = [p.produce.remote(GROUPS // 2) for p in producers]
     for n in range(2):
@@ -97,21 +102,21 @@ def main() -> None:
             batch, wanted = wanted[:8], wanted[8:]
             while True:
                 try:
-                    references = ray.get(queue.take.remote(batch))
+                    references = get(queue.take.remote(batch))
                     break
                 except Exception as error:  # not there yet
                     if "does not hold" not in str(error):
                         raise
                     time.sleep(0.002)
-            ray.get(references)
-            ray.get(queue.release.remote(batch))
-    ray.get(done)
+            get(references)
+            get(queue.release.remote(batch))
+    get(done)
     print(f"two producers, one consumer: {GROUPS / (time.perf_counter() - began):.0f} groups/s")
-    ray.get(queue.put.remote(ray.get(ray.put(rollouts.replace_column(table, "group_id", [7] * ROWS)))))
+    get(queue.put.remote(get(ray.put(rollouts.replace_column(table, "group_id", [7] * ROWS)))))
     for producer in producers:
         ray.kill(producer)
-    (reference,) = ray.get(queue.take.remote([7]))
-    print(f"rows after the producers died: {ray.get(reference).num_rows}")
+    (reference,) = get(queue.take.remote([7]))
+    print(f"rows after the producers died: {get(reference).num_rows}")
     place.close()
 
 

@@ -69,9 +69,7 @@ def main() -> None:
         model_init_kwargs={"dtype": torch.float32},
     )
     times = StepTimes()
-    GRPOTrainer(
-        model=model, reward_funcs=reward, args=config, train_dataset=data, callbacks=[times]
-    ).train()
+    GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=data, callbacks=[times]).train()
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     theirs = statistics.median(times.seconds[1:])
     ours = statistics.median(record["seconds"]["total"] for record in records[3:])

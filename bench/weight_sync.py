@@ -1,6 +1,6 @@
 """From the learner's weights to every engine serving them: SmolLM2-135M in bfloat16 (269 MB), one node, two engines.
 
-    python bench/weight_sync.py [ENGINES]
+python bench/weight_sync.py [ENGINES]
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from typing import Any
 
 import ray
 
@@ -32,19 +33,21 @@ def main() -> None:
     place.reserve()
     learner = place.learner(folder)
     engines = [place.engine(replica, folder) for replica in range(engines_wanted)]
-    buckets = ray.get(learner.num_buckets.remote())
-    ray.get([engine.start.remote() for engine in engines])
-    totals, published, stages = [], [], []
+    get: Any = ray.get
+    buckets = get(learner.num_buckets.remote())
+    get([engine.start.remote() for engine in engines])
+    totals, published, stages, num_bytes = [], [], [], 0
     for _ in range(ROUNDS):
         began = time.perf_counter()
         manifest, *refs = learner.publish.options(num_returns=1 + buckets).remote(0)
-        manifest = ray.get(manifest)
+        manifest = get(manifest)
+        num_bytes = manifest.num_bytes
         published.append(time.perf_counter() - began)
-        stages += ray.get([engine.update_weights.remote(manifest, *refs) for engine in engines])
+        stages += get([engine.update_weights.remote(manifest, *refs) for engine in engines])
         totals.append(time.perf_counter() - began)
     warm = slice(1, None)  # the first round touches fresh memory
     print(
-        f"{manifest.num_bytes / 1e6:.0f} MB to {engines_wanted} engines: publish {statistics.median(published[warm]):.2f} s, "
+        f"{num_bytes / 1e6:.0f} MB to {engines_wanted} engines: publish {statistics.median(published[warm]):.2f} s, "
         f"until every engine serves it {statistics.median(totals[warm]):.2f} s"
     )
     for stage in ("fetch", "pause", "load"):

@@ -14,12 +14,16 @@ from rich.markup import escape
 from headway.core.config import Config, dump_config, load_config
 from headway.core.errors import HeadwayError, UserError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
+)
 console = Console(soft_wrap=True)
 errors = Console(stderr=True, soft_wrap=True)
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: section.key=value ...", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Overrides: section.key=value ...", show_default=False)
+]
 
 EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
 
@@ -33,9 +37,13 @@ def headway() -> None:
 def train(
     config: ConfigPath,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing run folder.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")
+    ] = False,
 ) -> None:
     """Train a model.
 
@@ -97,9 +105,13 @@ def submit(
     config: ConfigPath,
     overrides: Overrides = None,
     address: Annotated[str, typer.Option(help="Dashboard address of the cluster.")] = "http://127.0.0.1:8265",
-    submission_id: Annotated[str | None, typer.Option(help="Id of the job; default: from the run's name.")] = None,
+    submission_id: Annotated[
+        str | None, typer.Option(help="Id of the job; default: from the run's name.")
+    ] = None,
     follow: Annotated[bool, typer.Option(help="Print the job's log and exit with its exit code.")] = True,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing run folder.")] = False,
 ) -> None:
     """Send a training run to a Ray cluster as a job.
@@ -129,7 +141,9 @@ def submit(
 
 @app.command("eval")
 def evaluate(
-    target: Annotated[str, typer.Argument(help="A run folder, or a model folder or name.", show_default=False)],
+    target: Annotated[
+        str, typer.Argument(help="A run folder, or a model folder or name.", show_default=False)
+    ],
     overrides: Overrides = None,
     config: Annotated[Path | None, typer.Option(help="Configuration; default: the run's own.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts at most.")] = 200,
@@ -161,7 +175,9 @@ def evaluate(
         f"{result.source}; {result.truncated_fraction:.1%} cut at the token budget, {result.num_unscored} unscored",
         highlight=False,
     )
-    console.print("  " + ", ".join(f"{reason} {count}" for reason, count in result.reasons.items()), highlight=False)
+    console.print(
+        "  " + ", ".join(f"{reason} {count}" for reason, count in result.reasons.items()), highlight=False
+    )
     for example in result.examples:
         console.print(
             f"  [dim]{example['reward']:g}[/dim] {escape(repr(example['prompt']))} -> {escape(repr(example['text']))} "
@@ -214,10 +230,11 @@ def main() -> None:
 
 
 def _first(error: BaseException) -> BaseException:
-    """The failure inside nested groups, as task groups raise them."""
+    """The failure inside nested groups, as task groups raise them, and inside Ray's wrapper of a remote one."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return error
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, HeadwayError) else error
 
 
 if __name__ == "__main__":

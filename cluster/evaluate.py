@@ -46,7 +46,9 @@ def evaluation_config(target: str, config_path: Path | None, overrides: list[str
             raise ConfigError(f"run {target} has no complete checkpoint yet, so there is nothing to evaluate")
         return load_config(config_path or run_config, overrides), str(newest / "learner" / "model")
     if config_path is None:
-        raise ConfigError(f"{target} is no run folder (it holds no config.json); for a model, say --config CONFIG")
+        raise ConfigError(
+            f"{target} is no run folder (it holds no config.json); for a model, say --config CONFIG"
+        )
     return load_config(config_path, overrides), target
 
 
@@ -95,7 +97,9 @@ async def _sample(
 ) -> list[dict[str, Any]]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     engine = GenerationActor(config, model_folder, 0)
-    verifier = VerifierWorker(config.verifiers.processes, config.verifiers.timeout_s, config.verifiers.memory_mib)
+    verifier = VerifierWorker(
+        config.verifiers.processes, config.verifiers.timeout_s, config.verifiers.memory_mib
+    )
     room = asyncio.Semaphore(max(1, config.generation.max_concurrent_requests // samples))
 
     async def one(number: int, prompt: Prompt) -> list[dict[str, Any]]:

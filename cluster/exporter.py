@@ -80,7 +80,8 @@ class Exporter(Collector):
                     if BY_NAME[name].kind == "counter"
                 ],
                 "histograms": [
-                    [name, label, counts, total] for (name, label), (counts, total) in self._histograms.items()
+                    [name, label, counts, total]
+                    for (name, label), (counts, total) in self._histograms.items()
                 ],
             }
 

@@ -62,7 +62,11 @@ def connect(config: Config) -> None:
     _probe(config.cluster.address)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    common: dict[str, Any] = {"namespace": f"headway-{config.run.name}", "log_to_driver": False, "logging_level": logging.ERROR}
+    common: dict[str, Any] = {
+        "namespace": f"headway-{config.run.name}",
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+    }
     # Ray puts the driver's working directory first on every worker's import path. An empty folder keeps ours
     # from standing in for packages of the same name.
     neutral = tempfile.mkdtemp(prefix="headway-cwd-")
@@ -73,11 +77,18 @@ def connect(config: Config) -> None:
             # CPUs of an instance of our own are tickets, not silicon: a small machine may share its cores.
             # GPUs are what the machine has.
             cpus = sum(need.replicas * need.bundle["CPU"] for need in needs(config))
-            ray.init(address="local", include_dashboard=False, num_cpus=max(os.cpu_count() or 1, int(cpus) + 1), **common)
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                num_cpus=max(os.cpu_count() or 1, int(cpus) + 1),
+                **common,
+            )
         else:
             ray.init(address=config.cluster.address, **common)
     except ConnectionError as error:
-        raise ClusterError(f"no Ray cluster at cluster.address={config.cluster.address!r}: {error}") from error
+        raise ClusterError(
+            f"no Ray cluster at cluster.address={config.cluster.address!r}: {error}"
+        ) from error
     finally:
         os.chdir(before)
 
@@ -98,7 +109,9 @@ def _probe(address: str) -> None:
 
 def check_resources(config: Config) -> None:
     """Fits every replica onto the nodes that are alive. Raises `ClusterError` naming what is missing."""
-    nodes = [(dict(node["Resources"]), dict(node.get("Labels") or {})) for node in ray.nodes() if node["Alive"]]
+    nodes = [
+        (dict(node["Resources"]), dict(node.get("Labels") or {})) for node in ray.nodes() if node["Alive"]
+    ]
     total = {key: sum(free.get(key, 0) for free, _ in nodes) for key in ("CPU", "GPU")}
     faults = []
     for need in needs(config):
@@ -139,7 +152,7 @@ class Placement:
                 [need.bundle] * need.replicas,
                 strategy="PACK",
                 name=f"{self._config.run.name}-{need.role}",
-                bundle_label_selector=[need.labels] * need.replicas if need.labels else None,
+                bundle_label_selector=[need.labels] * need.replicas,
             )
         for role, group in self._groups.items():
             if not group.wait(self._config.cluster.placement_deadline_s):
@@ -154,7 +167,9 @@ class Placement:
 
     def engine(self, replica: int, model_folder: str) -> Any:
         need = self._config.generation
-        return self._spawn(GenerationActor, "generation", replica, need, 10_000, self._config, model_folder, replica)
+        return self._spawn(
+            GenerationActor, "generation", replica, need, 10_000, self._config, model_folder, replica
+        )
 
     def verifier(self, replica: int) -> Any:
         need = self._config.verifiers
@@ -167,7 +182,9 @@ class Placement:
     def exporter(self) -> Any:
         return self._beside_driver(Exporter, "metrics", 4)
 
-    def _spawn(self, cls: type, role: str, replica: int, need: Resources, concurrency: int, *args: Any) -> Any:
+    def _spawn(
+        self, cls: type, role: str, replica: int, need: Resources, concurrency: int, *args: Any
+    ) -> Any:
         strategy = PlacementGroupSchedulingStrategy(self._groups[role], placement_group_bundle_index=replica)
         options = {
             "num_cpus": max(need.cpus, SMALLEST_CPU_SHARE),

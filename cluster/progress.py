@@ -19,7 +19,9 @@ class Progress:
         self._steps = config.run.steps
         self._console = console
         self._started = time.monotonic()
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._live = (
+            Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        )
 
     def __enter__(self) -> Progress:
         if self._live:
@@ -73,7 +75,10 @@ class Progress:
         if self._live:
             serving = " ".join(f"{replica}:v{'–' if at is None else at}" for replica, at in engines.items())
             self._live.update(
-                Text(f"  learner v{version}/{self._steps} · {running} groups running · {queued} queued · engines {serving}", style="cyan"),
+                Text(
+                    f"  learner v{version}/{self._steps} · {running} groups running · {queued} queued · engines {serving}",
+                    style="cyan",
+                ),
                 refresh=True,
             )
 

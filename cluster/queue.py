@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from headway.core import rollouts
 from headway.core.errors import HeadwayError
@@ -45,7 +44,10 @@ class Room:
     def admits(self, running: int) -> bool:
         """Whether one more group may start while `running` others are on their way."""
         groups = self.queued_groups + running + 1
-        return groups <= self.max_groups and self.queued_bytes + (running + 1) * self.group_bytes <= self.max_bytes
+        return (
+            groups <= self.max_groups
+            and self.queued_bytes + (running + 1) * self.group_bytes <= self.max_bytes
+        )
 
 
 class RolloutQueue:
@@ -67,7 +69,7 @@ class RolloutQueue:
             num_bytes=table.nbytes,
             oldest_version=rollouts.oldest_version(table),
             num_scored=table.num_rows - table.column("reward").null_count,
-            num_tokens=pc.sum(pc.list_value_length(table.column("response_ids"))).as_py(),
+            num_tokens=sum(rollouts.lengths(table, "response_ids")),
         )
         self._groups[group_id] = (receipt, self._store(table))
         return receipt
@@ -91,10 +93,11 @@ class RolloutQueue:
     async def restore(self, path: str) -> list[Receipt]:
         """Takes over what `save` wrote."""
         table = rollouts.read_parquet(Path(path))
-        receipts = []
-        for group_id in pc.unique(table.column("group_id")).to_pylist():
-            receipts.append(await self.put(table.filter(pc.equal(table.column("group_id"), group_id))))
-        return receipts
+        ids = table.column("group_id").to_pylist()
+        groups = [
+            table.filter(pa.array([other == group_id for other in ids])) for group_id in dict.fromkeys(ids)
+        ]
+        return [await self.put(group) for group in groups]
 
     async def write_batch(self, group_ids: list[int], path: str, version: int) -> None:
         """Keeps a trained batch as Parquet, tagged with the version that the step made."""
@@ -104,7 +107,9 @@ class RolloutQueue:
     def _write(self, references: list[Any], path: str, extra: dict[bytes, bytes]) -> None:
         tables = [self._load(reference) for reference in references]
         table = pa.concat_tables(tables) if tables else rollouts.SCHEMA.empty_table()
-        rollouts.write_parquet(table.replace_schema_metadata({**(table.schema.metadata or {}), **extra}), Path(path))
+        rollouts.write_parquet(
+            table.replace_schema_metadata({**(table.schema.metadata or {}), **extra}), Path(path)
+        )
 
     async def ping(self) -> bool:
         return True
@@ -113,5 +118,3 @@ class RolloutQueue:
 def group_bytes(num_rows: int, prompt_tokens: int, response_tokens: int) -> int:
     """Upper estimate of a group's table: ids, log-probabilities, masks, four columns to come, and text."""
     return num_rows * (prompt_tokens * 4 + response_tokens * (4 + 4 + 1 + 4 * 4 + 8) + 1024)
-
-

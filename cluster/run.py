@@ -129,7 +129,9 @@ class Run:
         self.progress.say("placing groups")
         await asyncio.to_thread(place.reserve)
         self.exporter, self.queue = place.exporter(), place.queue()
-        self.port = await self.call(self.exporter.serve.remote(config.metrics.host, config.metrics.port), "metrics")
+        self.port = await self.call(
+            self.exporter.serve.remote(config.metrics.host, config.metrics.port), "metrics"
+        )
         self.progress.endpoint(self.port, config.metrics.port)
         _write_text(self.folder / "metrics_port", str(self.port))
         self.verifiers = [place.verifier(replica) for replica in range(config.verifiers.replicas)]
@@ -140,14 +142,25 @@ class Run:
         ]
         self.progress.say("starting engines and learner")
         starting = [asyncio.ensure_future(_as_future(engine.actor.start.remote())) for engine in self.engines]
-        self.num_buckets = await self.call(self.learner.num_buckets.remote(), "learner", config.generation.start_deadline_s)
+        self.num_buckets = await self.call(
+            self.learner.num_buckets.remote(), "learner", config.generation.start_deadline_s
+        )
         await self._load_state()
         await self.publish()
         for engine, start in zip(self.engines, starting, strict=True):
             await self.waits.within(
-                start, who="driver", what=f"engine {engine.replica} to start", deadline_s=config.generation.start_deadline_s
+                start,
+                who="driver",
+                what=f"engine {engine.replica} to start",
+                deadline_s=config.generation.start_deadline_s,
             )
-        for role, number in (("learner", 1), ("generation", len(self.engines)), ("verifiers", len(self.verifiers)), ("queue", 1), ("metrics", 1)):
+        for role, number in (
+            ("learner", 1),
+            ("generation", len(self.engines)),
+            ("verifiers", len(self.verifiers)),
+            ("queue", 1),
+            ("metrics", 1),
+        ):
             self.recorder.set("headway_live_replicas", number, label=role)
         self.recorder.set("headway_max_version_lag_steps", config.lag.max_version_lag)
 
@@ -162,7 +175,9 @@ class Run:
         self.room = Room(
             max_groups=config.queue.max_groups,
             max_bytes=config.queue.max_mib << 20,
-            group_bytes=group_bytes(config.sampling.group_size, self.longest_prompt, config.sampling.max_new_tokens),
+            group_bytes=group_bytes(
+                config.sampling.group_size, self.longest_prompt, config.sampling.max_new_tokens
+            ),
         )
         journal = self.folder / "ledger.jsonl"
         if self.resume_from is None:
@@ -170,11 +185,17 @@ class Run:
             self.gate = Gate(**limits)
             return
         state = json.loads((self.resume_from / "state.json").read_text())
-        self.version = await self.call(self.learner.load.remote(str(self.resume_from / "learner")), "learner", 600)
+        self.version = await self.call(
+            self.learner.load.remote(str(self.resume_from / "learner")), "learner", 600
+        )
         if self.version != state["version"]:
-            raise HeadwayError(f"checkpoint {self.resume_from}: learner {self.version}, driver {state['version']}")
+            raise HeadwayError(
+                f"checkpoint {self.resume_from}: learner {self.version}, driver {state['version']}"
+            )
         self.ledger = Ledger.resume(state["ledger"], path=journal, version=self.version)
-        receipts: list[Receipt] = await self.call(self.queue.restore.remote(str(self.resume_from / "queue.parquet")), "queue")
+        receipts: list[Receipt] = await self.call(
+            self.queue.restore.remote(str(self.resume_from / "queue.parquet")), "queue"
+        )
         await self.call(self.exporter.restore.remote(state["metrics"]), "metrics")
         # The two snapshots are not of one instant: what finished between them is in the queue but not yet in the
         # ledger, or the other way round. The queue decides what is finished, the ledger what exists.
@@ -184,7 +205,9 @@ class Run:
         self.ledger.restate(finished={receipt.group_id for receipt in receipts})
         self.gate = Gate.resume(version=self.version, queued=len(receipts), **limits)
         for receipt in receipts:
-            group = Group(group_id=receipt.group_id, since_version=receipt.oldest_version, dispatched=time.monotonic())
+            group = Group(
+                group_id=receipt.group_id, since_version=receipt.oldest_version, dispatched=time.monotonic()
+            )
             group.receipt, group.finished_at_version = receipt, self.version
             self.groups[receipt.group_id] = group
             self._enter_queue(receipt)
@@ -267,7 +290,9 @@ class Run:
                 self.progress.say(f"group {group.group_id} dropped: {failure}")
                 return
             except (RayActorError, EngineDead) as failure:
-                self.progress.say(f"group {group.group_id} is issued again (attempt {attempt}): {type(failure).__name__}")
+                self.progress.say(
+                    f"group {group.group_id} is issued again (attempt {attempt}): {type(failure).__name__}"
+                )
                 if isinstance(failure, EngineDead):
                     engine.version = None  # its keeper replaces it
                 engine = await self.waits.until(
@@ -365,7 +390,10 @@ class Run:
                 "take": taken - began - waited,
                 "publish": ended - trained,
                 "total": ended - began,
-                **{stage: sum(s.seconds[stage] for s in stats) for stage in ("unpack", "forward_backward", "optimizer")},
+                **{
+                    stage: sum(s.seconds[stage] for s in stats)
+                    for stage in ("unpack", "forward_backward", "optimizer")
+                },
             }
             self._record(batch, stats, seconds, waited)
             every = self.config.run.checkpoint_every
@@ -512,7 +540,9 @@ class Run:
         updates = self.recorder.drain()
         for engine in self.engines:
             try:
-                updates += await self.call(engine.actor.drain_updates.remote(), f"engine {engine.replica}'s metrics")
+                updates += await self.call(
+                    engine.actor.drain_updates.remote(), f"engine {engine.replica}'s metrics"
+                )
             except RayActorError:
                 # The keeper replaces it at the next version; make it try now.
                 engine.version = None
@@ -582,6 +612,7 @@ class Run:
         began = time.monotonic()
         parent = self.folder / "checkpoints"
         draft = checkpoint.begin(parent, self.version)
+        (draft / "learner").mkdir()
         await self.call(self.learner.save.remote(str(draft / "learner")), "learner to save", 600)
         ledger = self.ledger.state()
         await self.call(self.queue.save.remote(str(draft / "queue.parquet")), "queue to save", 600)

@@ -11,7 +11,13 @@ from headway.core.config import Config
 from headway.core.errors import ConfigError
 from headway.learner import checkpoint
 
-MAY_CHANGE = ("run.steps", "run.checkpoint_every", "run.no_progress_deadline_s", "run.save_rollouts", "run.folder")
+MAY_CHANGE = (
+    "run.steps",
+    "run.checkpoint_every",
+    "run.no_progress_deadline_s",
+    "run.save_rollouts",
+    "run.folder",
+)
 MAY_CHANGE_SECTIONS = ("generation", "verifiers", "queue", "metrics", "cluster")
 """What a resumed run may set anew: nothing that decides which data the weights have seen, and how."""
 
@@ -22,7 +28,9 @@ def prepare_folder(config: Config, *, resume: bool, overwrite: bool) -> Path | N
     if resume:
         newest = checkpoint.newest_complete(folder / "checkpoints")
         if newest is None:
-            raise ConfigError(f"--resume: {folder / 'checkpoints'} holds no complete checkpoint; start without --resume")
+            raise ConfigError(
+                f"--resume: {folder / 'checkpoints'} holds no complete checkpoint; start without --resume"
+            )
         check_same_run(config, newest)
         return newest
     if folder.exists() and any(folder.iterdir()):
@@ -40,7 +48,9 @@ def check_same_run(config: Config, saved: Path) -> None:
     try:
         before = _flat(json.loads((saved / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"checkpoint {saved} holds no readable config.json ({error}); it cannot be resumed") from error
+        raise ConfigError(
+            f"checkpoint {saved} holds no readable config.json ({error}); it cannot be resumed"
+        ) from error
     now = _flat(json.loads(config.model_dump_json()))
     changed = [
         f"{key} was {before.get(key)!r}, is {now.get(key)!r}"

@@ -68,7 +68,9 @@ def job_folder(config: Config, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(tree, indent=2), encoding="utf-8")
 
 
-def submit(config: Config, address: str, *, submission_id: str | None, resume: bool, overwrite: bool) -> tuple[Any, str]:
+def submit(
+    config: Config, address: str, *, submission_id: str | None, resume: bool, overwrite: bool
+) -> tuple[Any, str]:
     """Submits the run; returns the client and the job's id. Raises `ClusterError`."""
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
@@ -134,5 +136,3 @@ def exit_code(client: Any, job: str) -> int:
     if info.status == "SUCCEEDED":
         return 0
     return info.driver_exit_code or 1
-
-

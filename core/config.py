@@ -20,17 +20,17 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Names the run folder and everything that the run creates on the cluster."""
     folder: Path = Path("runs")
     """Parent of the run folder `folder/name`."""
     seed: int = 0
     """Seeds prompt order, sampling and initialisation."""
-    steps: int = Field(100, ge=1)
+    steps: int = Field(default=100, ge=1)
     """Optimizer steps in the whole run; a resumed run goes on to the same number."""
-    checkpoint_every: int = Field(50, ge=0)
+    checkpoint_every: int = Field(default=50, ge=0)
     """Optimizer steps between checkpoints; 0: only at the end and on Ctrl-C."""
-    no_progress_deadline_s: float = Field(300.0, gt=0)
+    no_progress_deadline_s: float = Field(default=300.0, gt=0)
     """A run that finishes no step for this long ends with a table of who waits for whom (seconds)."""
     save_rollouts: bool = True
     """Writes every trained batch to `rollouts/` as Parquet."""
@@ -60,20 +60,20 @@ class Data(Section):
     """Wraps every prompt text at `{prompt}`."""
     verifier: str = "math"
     """Verifier of rows that do not name their own; generated tasks use reasoning-gym's scorer."""
-    num_prompts: int = Field(1000, ge=1)
+    num_prompts: int = Field(default=1000, ge=1)
     """Prompts of a generated task."""
     params: dict[str, Any] = {}
     """Parameters of a generated task."""
 
 
 class Sampling(Section):
-    group_size: int = Field(8, ge=1)
+    group_size: int = Field(default=8, ge=1)
     """Responses per prompt."""
-    max_new_tokens: int = Field(256, ge=1)
+    max_new_tokens: int = Field(default=256, ge=1)
     """Token budget of one response."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the learner's log-probabilities use the same."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; below 1 only without importance correction, because the engine then renormalises over
     tokens that the learner does not know."""
 
@@ -81,14 +81,14 @@ class Sampling(Section):
 class Algorithm(Section):
     advantage: Literal["group", "group_mean"] = "group"
     """`group`: (reward - mean) / std of the prompt's group (GRPO); `group_mean`: reward - mean (Dr. GRPO)."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The ratio to the proximal policy is clipped below at 1 - clip_low."""
-    clip_high: float = Field(0.28, gt=0)
+    clip_high: float = Field(default=0.28, gt=0)
     """The ratio to the proximal policy is clipped above at 1 + clip_high."""
     correction: Literal["none", "tis_token"] = "tis_token"
     """Off-policy correction of proximal against behavior policy; `tis_token`: importance weight per token,
     truncated at `correction_cap`. An asynchronous run without one must say `none`."""
-    correction_cap: float = Field(2.0, gt=0)
+    correction_cap: float = Field(default=2.0, gt=0)
     """Upper bound of an importance weight."""
     aggregation: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
     """Denominator of the loss: all trained tokens of the batch, or the mean in each response, then over
@@ -96,21 +96,21 @@ class Algorithm(Section):
 
 
 class Lag(Section):
-    max_version_lag: int = Field(2, ge=0)
+    max_version_lag: int = Field(default=2, ge=0)
     """Bound on learner version minus the oldest version that sampled a token of the group, when the group is
     trained; in optimizer steps. 0 is synchronous training. Elsewhere: max_staleness,
     max_head_offpolicyness, max_off_policy_steps, max_trajectory_age_steps."""
-    straggler_deadline_s: float = Field(600.0, gt=0)
+    straggler_deadline_s: float = Field(default=600.0, gt=0)
     """The learner waits for a group that would pass the bound at the next step, but no longer than this after
     it was dispatched; then the group is dropped and counted (seconds)."""
 
 
 class Resources(Section):
-    cpus: float = Field(1.0, ge=0)
+    cpus: float = Field(default=1.0, ge=0)
     """CPUs per replica."""
-    gpus: float = Field(0.0, ge=0)
+    gpus: float = Field(default=0.0, ge=0)
     """GPUs per replica."""
-    threads: int = Field(0, ge=0)
+    threads: int = Field(default=0, ge=0)
     """Compute threads per replica; 0: as many as cores."""
     labels: dict[str, str] = {}
     """Ray node labels that a replica's node must carry."""
@@ -119,81 +119,81 @@ class Resources(Section):
 class Learner(Resources):
     replicas: Literal[1] = 1
     """Learner ranks."""
-    groups_per_step: int = Field(8, ge=1)
+    groups_per_step: int = Field(default=8, ge=1)
     """Prompt groups in one optimizer step."""
-    steps_per_batch: int = Field(1, ge=1)
+    steps_per_batch: int = Field(default=1, ge=1)
     """Optimizer steps on one batch of `steps_per_batch * groups_per_step` groups; the proximal policy is the
     weights at its start."""
-    learning_rate: float = Field(1e-6, gt=0)
+    learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up; constant afterwards."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, on matrices only."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's moments."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
-    microbatch_tokens: int = Field(4096, ge=16)
+    microbatch_tokens: int = Field(default=4096, ge=16)
     """Padded tokens in one forward pass."""
-    bucket_mib: int = Field(64, ge=1)
+    bucket_mib: int = Field(default=64, ge=1)
     """Size of a published weight bucket (MiB)."""
-    step_deadline_s: float = Field(1800.0, gt=0)
+    step_deadline_s: float = Field(default=1800.0, gt=0)
     """Longest time that one optimizer step may take (seconds)."""
 
 
 class Generation(Resources):
-    replicas: int = Field(1, ge=1)
+    replicas: int = Field(default=1, ge=1)
     """vLLM engines."""
-    max_concurrent_requests: int = Field(64, ge=1)
+    max_concurrent_requests: int = Field(default=64, ge=1)
     """Responses that one engine decodes at a time."""
     max_model_len: int | None = None
     """Prompt and response tokens; null: longest prompt + sampling.max_new_tokens, rounded up."""
-    kv_cache_gib: float = Field(1.0, gt=0)
+    kv_cache_gib: float = Field(default=1.0, gt=0)
     """KV cache of an engine on CPUs (GiB)."""
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of the GPU's memory that an engine may take."""
     prefix_caching: bool = True
     """Reuses the KV of a shared prefix within one weight version; never across versions."""
-    start_deadline_s: float = Field(300.0, gt=0)
+    start_deadline_s: float = Field(default=300.0, gt=0)
     """Longest time that an engine may take to start (seconds)."""
-    update_deadline_s: float = Field(120.0, gt=0)
+    update_deadline_s: float = Field(default=120.0, gt=0)
     """Longest time that a weight update may take (seconds)."""
 
 
 class Verifiers(Resources):
-    cpus: float = Field(0.0, ge=0)
+    cpus: float = Field(default=0.0, ge=0)
     """CPUs per replica."""
-    replicas: int = Field(1, ge=1)
+    replicas: int = Field(default=1, ge=1)
     """Verifier actors."""
-    processes: int = Field(1, ge=1)
+    processes: int = Field(default=1, ge=1)
     """Killable worker processes of each actor."""
-    timeout_s: float = Field(5.0, gt=0)
+    timeout_s: float = Field(default=5.0, gt=0)
     """Wall-clock limit of one verdict (seconds)."""
-    memory_mib: int = Field(1024, ge=64)
+    memory_mib: int = Field(default=1024, ge=64)
     """Memory limit of one worker process (MiB)."""
 
 
 class Queue(Section):
-    max_groups: int = Field(256, ge=1)
+    max_groups: int = Field(default=256, ge=1)
     """Finished groups that wait for the learner."""
-    max_mib: int = Field(512, ge=1)
+    max_mib: int = Field(default=512, ge=1)
     """Their size in the object store (MiB)."""
 
 
 class Metrics(Section):
-    port: int = Field(9400, ge=0, le=65535)
+    port: int = Field(default=9400, ge=0, le=65535)
     """Prometheus endpoint; when taken the next free one is used and named. 0: any free port."""
     host: str = "0.0.0.0"
     """Address that the endpoint listens on."""
-    heartbeat_s: float = Field(1.0, gt=0)
+    heartbeat_s: float = Field(default=1.0, gt=0)
     """Time between two snapshots sent to the metrics actor (seconds)."""
 
 
 class Cluster(Section):
     address: str = "local"
     """Ray address; `local` starts a Ray instance of its own, `auto` joins the one around a submitted job."""
-    placement_deadline_s: float = Field(60.0, gt=0)
+    placement_deadline_s: float = Field(default=60.0, gt=0)
     """Longest wait for the groups' resources (seconds)."""
 
 
@@ -288,7 +288,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold sections such as 'run:' and 'learner:', not {type(tree).__name__}")
+        raise ConfigError(
+            f"{path} must hold sections such as 'run:' and 'learner:', not {type(tree).__name__}"
+        )
     lines = _key_lines(text)
     where = {key: f"{path}:{line}" for key, line in lines.items()}
     for override in overrides:

@@ -124,7 +124,9 @@ def _reasoning_gym(
         import difflib
 
         near = difflib.get_close_matches(task, DATASETS, n=3)
-        raise DataError(f"reasoning-gym has no task {task!r}; nearest: {', '.join(near) or 'none'} (data.source)")
+        raise DataError(
+            f"reasoning-gym has no task {task!r}; nearest: {', '.join(near) or 'none'} (data.source)"
+        )
     try:
         dataset = reasoning_gym.create_dataset(task, size=num_prompts, seed=seed, **params)
     except (AssertionError, TypeError, ValueError) as error:

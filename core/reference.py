@@ -58,7 +58,12 @@ def _type(info: FieldInfo) -> str:
     limits = [
         f"{sign} {value:g}"
         for constraint in info.metadata
-        for sign, value in (("≥", getattr(constraint, "ge", None)), (">", getattr(constraint, "gt", None)), ("≤", getattr(constraint, "le", None)), ("<", getattr(constraint, "lt", None)))
+        for sign, value in (
+            ("≥", getattr(constraint, "ge", None)),
+            (">", getattr(constraint, "gt", None)),
+            ("≤", getattr(constraint, "le", None)),
+            ("<", getattr(constraint, "lt", None)),
+        )
         if value is not None
     ]
     return " ".join([name.replace("|", "\\|"), ", ".join(limits)]).strip()

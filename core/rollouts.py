@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from headway.core.errors import SchemaError
@@ -93,12 +92,12 @@ def validate(table: pa.Table) -> None:
     for name in REQUIRED:
         if table.column(name).null_count:
             raise SchemaError(f"column {name!r} holds nulls")
-    num_tokens = pc.list_value_length(table.column("response_ids"))
+    num_tokens = lengths(table, "response_ids")
     for name in ("loss_mask", "behavior_logprobs"):
-        if not pc.list_value_length(table.column(name)).equals(num_tokens):
+        if lengths(table, name) != num_tokens:
             raise SchemaError(f"{name!r} and 'response_ids' differ in length")
     columns = table.select(["rollout_id", "version_spans", "finish_reason"]).to_pydict()
-    for rollout_id, spans, reason, length in zip(*columns.values(), num_tokens.to_pylist(), strict=True):
+    for rollout_id, spans, reason, length in zip(*columns.values(), num_tokens, strict=True):
         if reason not in FINISH_REASONS:
             raise SchemaError(f"rollout {rollout_id}: finish_reason {reason!r} is not in {FINISH_REASONS}")
         position = 0
@@ -118,7 +117,11 @@ def check_schema(schema: pa.Schema) -> None:
     if (major := int(metadata.get(b"major", b"0"))) != SCHEMA_MAJOR:
         raise SchemaError(f"rollout schema {major} is unknown; this version of headway reads {SCHEMA_MAJOR}")
     if not schema.equals(SCHEMA):
-        different = [field.name for field in SCHEMA if field.name not in schema.names or schema.field(field.name) != field]
+        different = [
+            field.name
+            for field in SCHEMA
+            if field.name not in schema.names or schema.field(field.name) != field
+        ]
         raise SchemaError(f"rollout columns missing or of another type: {different}")
 
 
@@ -132,10 +135,15 @@ def replace_column(table: pa.Table, name: str, values: Sequence[Any]) -> pa.Tabl
 
 def oldest_version(table: pa.Table) -> int:
     """Oldest weight version that sampled a token of this table."""
-    spans = table.column("version_spans").combine_chunks().flatten()
-    if len(spans) == 0:
+    versions = [span["version"] for spans in table.column("version_spans").to_pylist() for span in spans]
+    if not versions:
         raise SchemaError("a table without sampled tokens has no version")
-    return pc.min(pc.struct_field(spans, "version")).as_py()
+    return min(versions)
+
+
+def lengths(table: pa.Table, name: str) -> list[int]:
+    """Number of elements of a list column in each row."""
+    return [length for chunk in table.column(name).chunks for length in chunk.value_lengths().to_pylist()]
 
 
 def write_parquet(table: pa.Table, path: Path) -> None:

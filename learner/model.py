@@ -10,11 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from headway.core.errors import DataError
 from headway.learner.attention import PACKED_ATTENTION
 from headway.learner.batching import Group, MicroBatch, pack
 from headway.learner.logprobs import TokenLogprobs, token_logprobs
+
+disable_progress_bar()  # loading takes a second; a bar per actor would only break up the log
 
 MAX_PACKING_ERROR = 1e-2
 """Nats, in float32."""

@@ -1,5 +1,5 @@
-"""One optimizer step after another: advantages, packed forward and backward passes, AdamW. _N: response tokens of
-the step, flattened; _B: its responses; _M: trained tokens of a micro-batch."""
+"""One optimizer step after another: packed forward and backward passes, AdamW. _N: response tokens of the step,
+flattened; _M: trained tokens of a micro-batch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -17,20 +17,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from headway.core.config import Algorithm, Config
+from headway.core.config import Config
 from headway.core.errors import DataError, HeadwayError
-from headway.learner.advantages import group_advantages
-from headway.learner.batching import Group, MicroBatch, pack, unpack
+from headway.learner.batching import MicroBatch, pack, unpack
 from headway.learner.checkpoint import writing
-from headway.learner.corrections import (
-    importance_statistics,
-    importance_weights,
-    is_missing,
-    k3,
-    truncated_importance_weights,
-)
-from headway.learner.losses import policy_loss, token_weights
+from headway.learner.corrections import truncated_importance_weights
+from headway.learner.logprobs import TokenLogprobs
+from headway.learner.losses import policy_loss
 from headway.learner.model import PolicyModel
+from headway.learner.stats import StepStats, Tally
+from headway.learner.step import StepBatch, prepare
+
+TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+"""Configuration and tokenizer files of a model folder, which go into every checkpoint beside the weights."""
 
 
 class NonFiniteStep(HeadwayError):
@@ -45,110 +44,6 @@ class NonFiniteStep(HeadwayError):
         return (
             f"{self.what} is not finite at version {self.version}, in rollouts {', '.join(self.rollout_ids)}"
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepStats:
-    """What one optimizer step did. Values over trained tokens are None when nothing was trained."""
-
-    version: int
-    """Optimizer steps applied, this one included."""
-    loss: float
-    grad_norm: float
-    """Global norm before clipping."""
-    learning_rate: float
-    reward_mean: float | None
-    """Over scored responses; None without any."""
-    rewards: list[float]
-    """Of scored responses."""
-    num_tokens: int
-    """Tokens that went through the forward and backward pass."""
-    response_lengths: list[int]
-    """Of all responses, in tokens."""
-    truncated_fraction: float
-    """Of all responses."""
-    no_signal_groups: int
-    """Groups whose advantages are all 0."""
-    num_unscored: int
-    ess_fraction: float | None
-    importance_weights: np.ndarray
-    """[num_tokens] float32, uncapped."""
-    behavior_kl: float | None
-    """k3 of KL(behavior || proximal), nats per token."""
-    engine_learner_kl: float | None
-    """The same against the current policy, over tokens that it sampled itself (version lag 0): what is left is the
-    difference in arithmetic. None when no such token was trained."""
-    clipped_fraction: float | None
-    """Share of trained tokens whose gradient the clip cut off."""
-    masked_fraction: dict[str, float]
-    """Share of sampled tokens that were not trained, by reason: `unscored`, `no_signal`, `missing_logprob`."""
-    entropy: float | None
-    """Mean over trained tokens (nats)."""
-    seconds: dict[str, float]
-    """By stage: `unpack`, `forward_backward`, `optimizer`. Work for the whole batch counts for its first step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepBatch:
-    """The groups of one optimizer step as flat arrays over their tokens."""
-
-    groups: tuple[Group, ...]
-    advantages_N: Tensor
-    """float32."""
-    token_weights_N: Tensor
-    """float32: what `losses.token_weights` gives a token of this response."""
-    trained_N: np.ndarray
-    """bool: in the loss, and in a group with signal."""
-    behavior_logprobs_N: Tensor
-    versions_N: Tensor
-    no_signal_groups: int
-    masked_fraction: dict[str, float]
-
-
-def prepare(groups: Sequence[Group], algorithm: Algorithm) -> StepBatch:
-    """Advantages, masks and denominators of one optimizer step; nothing here needs the model.
-
-    Denominators count every sampled token that is scored and has a behavior log-probability (where the correction
-    needs one). Tokens of a group without signal (all advantages 0) are among them, though they need no forward
-    pass: leaving them out would raise the step size whenever a prompt is solved or hopeless.
-    """
-    advantages = [
-        group_advantages(
-            torch.from_numpy(group.rewards),
-            torch.from_numpy(group.scored),
-            normalize=algorithm.advantage == "group",
-        )
-        for group in groups
-    ]
-    has_signal = [bool((values != 0).any()) for values in advantages]
-    lengths_B = torch.from_numpy(np.concatenate([group.lengths for group in groups]))
-    tokens_of_group = [len(group.response_ids) for group in groups]
-    sampled_N = np.concatenate([group.loss_mask for group in groups])
-    scored_N = np.repeat(np.concatenate([group.scored for group in groups]), lengths_B.numpy())
-    signal_N = np.repeat(np.array(has_signal), tokens_of_group)
-    behavior_logprobs_N = torch.from_numpy(np.concatenate([group.behavior_logprobs for group in groups]))
-    missing_N = np.zeros_like(sampled_N)
-    if algorithm.correction != "none":
-        missing_N = is_missing(behavior_logprobs_N).numpy()
-    in_loss_N = sampled_N & scored_N & ~missing_N
-    response_N = np.repeat(np.arange(len(lengths_B)), lengths_B.numpy())
-    loss_lengths_B = torch.from_numpy(np.bincount(response_N[in_loss_N], minlength=len(lengths_B)))
-    weights_B = token_weights(loss_lengths_B, aggregation=algorithm.aggregation)
-    num_sampled = max(1, int(sampled_N.sum()))
-    return StepBatch(
-        groups=tuple(groups),
-        advantages_N=torch.cat(advantages).repeat_interleave(lengths_B),
-        token_weights_N=weights_B.repeat_interleave(lengths_B),
-        trained_N=in_loss_N & signal_N,
-        behavior_logprobs_N=behavior_logprobs_N,
-        versions_N=torch.from_numpy(np.concatenate([group.versions for group in groups])),
-        no_signal_groups=has_signal.count(False),
-        masked_fraction={
-            "unscored": float((sampled_N & ~scored_N).sum() / num_sampled),
-            "no_signal": float((in_loss_N & ~signal_N).sum() / num_sampled),
-            "missing_logprob": float((sampled_N & scored_N & missing_N).sum() / num_sampled),
-        },
-    )
 
 
 class Trainer:
@@ -209,7 +104,7 @@ class Trainer:
             proximal_N[batch.token_index] = self._logprobs(batch).logprobs.cpu()
         return proximal_N
 
-    def _logprobs(self, batch: MicroBatch):
+    def _logprobs(self, batch: MicroBatch) -> TokenLogprobs:
         return self.model.logprobs(batch, temperature=self.config.sampling.temperature)
 
     def _step(
@@ -220,77 +115,63 @@ class Trainer:
         seconds: dict[str, float],
     ) -> StepStats:
         started = time.perf_counter()
-        algorithm = self.config.algorithm
+        tally = Tally()
         self.model.zero_grad()
-        loss, num_clipped, entropy_sum = 0.0, 0, 0.0
-        log_corrections, lag_0_k3 = [torch.zeros(0)], [torch.zeros(0)]
         for batch in batches:
-            token_index_M = batch.token_index
-            result = self._logprobs(batch)
-            logprobs_M = result.logprobs
-            current_M = logprobs_M.detach().cpu()
-            if not torch.isfinite(current_M).all():
-                self._refuse("a log-probability", step, token_index_M[~torch.isfinite(current_M)])
-            proximal_M = current_M if proximal_N is None else proximal_N[token_index_M]
-            behavior_M = step.behavior_logprobs_N[token_index_M]
-            log_correction_M = proximal_M - behavior_M
-            importance_M = torch.ones_like(proximal_M)
-            if algorithm.correction == "tis_token":
-                importance_M = truncated_importance_weights(log_correction_M, algorithm.correction_cap)
-            device = logprobs_M.device
-            policy = policy_loss(
-                logprobs_M,
-                proximal_M.to(device),
-                step.advantages_N[token_index_M].to(device),
-                importance_M.to(device),
-                step.token_weights_N[token_index_M].to(device),
-                torch.ones_like(logprobs_M, dtype=torch.bool),
-                clip_low=algorithm.clip_low,
-                clip_high=algorithm.clip_high,
-            )
-            if not torch.isfinite(policy.loss):
-                self._refuse("the loss", step, token_index_M)
-            policy.loss.backward()
-            loss += policy.loss.item()
-            num_clipped += int(policy.num_clipped)
-            entropy_sum += float(result.entropy.sum())
-            known_M = ~is_missing(behavior_M)
-            log_corrections.append(log_correction_M[known_M])
-            own_M = known_M & (step.versions_N[token_index_M] == self.version)
-            lag_0_k3.append(k3(current_M - behavior_M)[own_M])
+            self._accumulate(step, batch, proximal_N, tally)
         after_backward = time.perf_counter()
         learning_rate = self.learning_rate()
         grad_norm = self._optimize(step, learning_rate)
-        log_correction_N = torch.cat(log_corrections)
-        lag_0_k3_N = torch.cat(lag_0_k3)
-        importance = importance_statistics(log_correction_N)
-        rewards = np.concatenate([group.rewards[group.scored] for group in step.groups])
-        truncated = np.concatenate([group.truncated for group in step.groups])
-        num_tokens = int(step.trained_N.sum())
-        return StepStats(
+        return tally.stats(
+            step.groups,
             version=self.version,
-            loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            reward_mean=float(rewards.mean(dtype=np.float64)) if len(rewards) else None,
-            rewards=rewards.tolist(),
-            num_tokens=num_tokens,
-            response_lengths=np.concatenate([group.lengths for group in step.groups]).tolist(),
-            truncated_fraction=float(truncated.mean()),
             no_signal_groups=step.no_signal_groups,
-            num_unscored=len(truncated) - len(rewards),
-            ess_fraction=importance.ess_fraction if importance else None,
-            importance_weights=importance_weights(log_correction_N).numpy(),
-            behavior_kl=importance.k3 if importance else None,
-            engine_learner_kl=float(lag_0_k3_N.mean()) if len(lag_0_k3_N) else None,
-            clipped_fraction=num_clipped / num_tokens if num_tokens else None,
             masked_fraction=step.masked_fraction,
-            entropy=entropy_sum / num_tokens if num_tokens else None,
             seconds={
                 "unpack": seconds["unpack"],
                 "forward_backward": seconds["forward_backward"] + after_backward - started,
                 "optimizer": time.perf_counter() - after_backward,
             },
+        )
+
+    def _accumulate(
+        self, step: StepBatch, batch: MicroBatch, proximal_N: Tensor | None, tally: Tally
+    ) -> None:
+        """Forward and backward pass of one micro-batch."""
+        algorithm = self.config.algorithm
+        tokens_M = batch.token_index
+        result = self._logprobs(batch)
+        current_M = result.logprobs.detach().cpu()
+        if not (finite_M := torch.isfinite(current_M)).all():
+            self._refuse("a log-probability", step, tokens_M[~finite_M])
+        proximal_M = current_M if proximal_N is None else proximal_N[tokens_M]
+        behavior_M = step.behavior_logprobs_N[tokens_M]
+        importance_M = torch.ones_like(proximal_M)
+        if algorithm.correction == "tis_token":
+            importance_M = truncated_importance_weights(proximal_M - behavior_M, algorithm.correction_cap)
+        device = result.logprobs.device
+        policy = policy_loss(
+            result.logprobs,
+            proximal_M.to(device),
+            step.advantages_N[tokens_M].to(device),
+            importance_M.to(device),
+            step.token_weights_N[tokens_M].to(device),
+            torch.ones_like(result.logprobs, dtype=torch.bool),
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+        )
+        if not torch.isfinite(policy.loss):
+            self._refuse("the loss", step, tokens_M)
+        policy.loss.backward()
+        tally.add(
+            policy,
+            result.entropy,
+            current_M=current_M,
+            proximal_M=proximal_M,
+            behavior_M=behavior_M,
+            own_M=step.versions_N[tokens_M] == self.version,
         )
 
     def learning_rate(self) -> float:
@@ -318,7 +199,7 @@ class Trainer:
         self.version += 1
         return float(norm)
 
-    def _refuse(self, what: str, step: StepBatch, tokens: Tensor) -> None:
+    def _refuse(self, what: str, step: StepBatch, tokens: Tensor) -> NoReturn:
         self.model.zero_grad()
         ends = np.cumsum(np.concatenate([group.lengths for group in step.groups]))
         rollout_ids = [rollout_id for group in step.groups for rollout_id in group.rollout_ids]
@@ -330,7 +211,10 @@ class Trainer:
         masters, and `learner.pt`. Raises `CheckpointFailed`."""
         with writing(folder):
             model = folder / "model"
-            shutil.copytree(self.model.folder, model, ignore=shutil.ignore_patterns(*WEIGHT_FILES))
+            model.mkdir()
+            for file in self.model.folder.iterdir():
+                if file.suffix in TEXT_SUFFIXES and not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, model / file.name)
             config = json.loads((model / "config.json").read_text(encoding="utf-8"))
             config.pop("torch_dtype", None)
             config["dtype"] = "float32"
@@ -361,15 +245,3 @@ class Trainer:
         if torch.cuda.is_available() and state["cuda_rng"]:
             torch.cuda.set_rng_state_all(state["cuda_rng"])
         self.version = state["version"]
-
-
-WEIGHT_FILES = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.bin",
-    "*.bin.index.json",
-    "*.gguf",
-    "*.pt",
-    "*.pth",
-)
-"""What a model folder may hold beside configuration and tokenizer; not copied into checkpoints."""

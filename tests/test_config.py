@@ -22,14 +22,30 @@ def write(tmp_path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
-        ("run:\n  steps: 3\nlag:\n  max_version_lagg: 1\n", [], r"'lag.max_version_lagg' \(.*c.yaml:4\); did you mean 'lag.max_version_lag'"),
+        (
+            "run:\n  steps: 3\nlag:\n  max_version_lagg: 1\n",
+            [],
+            r"'lag.max_version_lagg' \(.*c.yaml:4\); did you mean 'lag.max_version_lag'",
+        ),
         ("max_stalness: 2\n", [], "did you mean 'lag.max_version_lag'"),
-        ("lag:\n  learning_rate: 1\n", [], "unknown key 'lag.learning_rate'.*did you mean 'learner.learning_rate'"),
+        (
+            "lag:\n  learning_rate: 1\n",
+            [],
+            "unknown key 'lag.learning_rate'.*did you mean 'learner.learning_rate'",
+        ),
         ("samplng:\n  top_p: 1\n", [], "did you mean 'sampling'"),
         ("{}", ["sampling.group_size=1"], "sampling.group_size=1: .* needs at least 2"),
         ("{}", ["run.steps=0"], r"run.steps=0 \(argument 'run.steps=0'\): .*greater than or equal to 1"),
-        ("{}", ["run.steps=5", "learner.steps_per_batch=2", "lag.max_version_lag=1"], "run.steps=5 is not divisible by learner.steps_per_batch=2; the nearest that is: 4"),
-        ("{}", ["learner.steps_per_batch=4", "lag.max_version_lag=2"], "the last step of a batch lags by at least 3"),
+        (
+            "{}",
+            ["run.steps=5", "learner.steps_per_batch=2", "lag.max_version_lag=1"],
+            "run.steps=5 is not divisible by learner.steps_per_batch=2; the nearest that is: 4",
+        ),
+        (
+            "{}",
+            ["learner.steps_per_batch=4", "lag.max_version_lag=2"],
+            "the last step of a batch lags by at least 3",
+        ),
         ("{}", ["sampling.top_p=0.9"], "set sampling.top_p=1, or algorithm.correction=none"),
         ("{}", ["queue.max_groups=4"], "queue.max_groups=4 cannot hold one batch of 8 groups"),
         ("{}", ["sampling.temperature=hot"], "sampling.temperature='hot'"),
@@ -73,10 +89,17 @@ def test_reading_a_configuration_is_quick_and_light(tmp_path: Path) -> None:
     """A mistake is told in under two seconds, before anything heavy is loaded."""
     path = write(tmp_path, "run:\n  stpes: 3\n")
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "headway.cluster.cli", "train", str(path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "headway.cluster.cli", "train", str(path)], capture_output=True, text=True
+    )
     seconds = time.monotonic() - began
     assert done.returncode == 2
     assert "did you mean 'run.steps'" in done.stderr
     assert seconds < 2.0 or sys.flags.dev_mode, seconds
-    probe = "import sys, headway.cluster.cli; print({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stdout.strip() == "set()"
+    probe = (
+        "import sys, headway.cluster.cli; print({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stdout.strip()
+        == "set()"
+    )

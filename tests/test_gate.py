@@ -53,7 +53,9 @@ def test_an_engine_that_lags_behind_has_less_room_than_the_newest() -> None:
     assert g.capacity(version=1) == 4
 
 
-def cut(finished: dict[int, int], running: dict[int, int], version: int, bound: int = 2, steps: int = 1) -> Cut:
+def cut(
+    finished: dict[int, int], running: dict[int, int], version: int, bound: int = 2, steps: int = 1
+) -> Cut:
     return cut_batch(
         [Finished(group_id=g, oldest_version=v) for g, v in finished.items()],
         running,

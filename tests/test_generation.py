@@ -32,7 +32,9 @@ CONFIG = {
 PROMPT = Prompt(prompt_id="p", content="12 + 34 =", gold="46", verifier="numeric")
 
 
-def request(group_id: int, *, max_new_tokens: int = 60, temperature: float = 1.0, deadline_s: float = 60.0) -> GroupRequest:
+def request(
+    group_id: int, *, max_new_tokens: int = 60, temperature: float = 1.0, deadline_s: float = 60.0
+) -> GroupRequest:
     return GroupRequest(
         group_id=group_id,
         prompt=PROMPT,
@@ -96,11 +98,15 @@ async def engine(config: Config, tiny_random: Path, learner: Learner) -> AsyncIt
     await actor.shutdown()
 
 
-async def test_engine_and_learner_agree_before_and_after_updates(engine: GenerationActor, learner: Learner) -> None:
+async def test_engine_and_learner_agree_before_and_after_updates(
+    engine: GenerationActor, learner: Learner
+) -> None:
     for number in range(3):
         table = await engine.generate(request(100 + number))
         assert learner.largest_difference(table) <= 1e-4
-        assert {s["version"] for spans in table["version_spans"].to_pylist() for s in spans} == {learner.version}
+        assert {s["version"] for spans in table["version_spans"].to_pylist() for s in spans} == {
+            learner.version
+        }
         learner.step()
         manifest, buckets = learner.publish()
         seconds = await engine.update_weights(manifest, *buckets)
@@ -168,7 +174,9 @@ async def test_a_tensor_corrupted_on_the_way_is_refused_and_the_old_version_goes
     manifest, buckets = learner.publish()
     last = manifest.entries[-1]
     buckets[last.bucket][last.offset + 5] ^= 1
-    with pytest.raises(WeightUpdateFailed, match=f"version {version + 1}: arrived digests differ for \\['{last.name}'\\]"):
+    with pytest.raises(
+        WeightUpdateFailed, match=f"version {version + 1}: arrived digests differ for \\['{last.name}'\\]"
+    ):
         await engine.update_weights(manifest, *buckets)
     assert await engine.version() == version
     assert (await engine.generate(request(700)))["response_ids"] == good["response_ids"]
@@ -194,7 +202,9 @@ async def test_a_group_that_takes_too_long_is_a_straggler(engine: GenerationActo
 
 
 async def test_metrics_of_the_engine(engine: GenerationActor) -> None:
-    updates: dict[tuple[str, str], Any] = {(name, label): value for name, label, value in await engine.drain_updates()}
+    updates: dict[tuple[str, str], Any] = {
+        (name, label): value for name, label, value in await engine.drain_updates()
+    }
     assert updates["headway_engine_version", "0"] == await engine.version()
     assert updates["headway_generation_tokens_total", ""] > 100
     counts, total = updates["headway_weight_sync_seconds", "total"]

@@ -16,7 +16,8 @@ from headway.core.config import Config, parse_config
 from headway.core.rollouts import build, replace_column
 from headway.learner.batching import unpack
 from headway.learner.pretrained import model_folder
-from headway.learner.trainer import NonFiniteStep, Trainer, prepare
+from headway.learner.step import prepare
+from headway.learner.trainer import NonFiniteStep, Trainer
 
 VOCABULARY = 80
 

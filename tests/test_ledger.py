@@ -18,7 +18,11 @@ def test_a_group_ends_once() -> None:
         ledger.train(group, 1)
     ledger.finish(group)
     ledger.train(group, 1)
-    for again in (lambda: ledger.train(group, 2), lambda: ledger.drop(group, "stale"), lambda: ledger.finish(group)):
+    for again in (
+        lambda: ledger.train(group, 2),
+        lambda: ledger.drop(group, "stale"),
+        lambda: ledger.finish(group),
+    ):
         with pytest.raises(LedgerError):
             again()
     assert (ledger.issued, ledger.trained, ledger.live) == (1, 1, {})

@@ -33,7 +33,10 @@ def test_every_labelled_series_exists_at_zero_from_the_start() -> None:
     assert 'headway_version_lag_steps_bucket{le="0",phase="total"} 0.0' in text
     assert 'headway_groups_dropped_total{reason="straggler"} 0.0' in text
     for metric in METRICS:
-        assert f"# TYPE {metric.name.removesuffix('_total') if metric.kind == 'counter' else metric.name}" in text
+        assert (
+            f"# TYPE {metric.name.removesuffix('_total') if metric.kind == 'counter' else metric.name}"
+            in text
+        )
 
 
 def test_histogram_sums_are_exact_and_buckets_cumulative() -> None:

@@ -54,7 +54,10 @@ def test_oldest_version_is_over_all_tokens() -> None:
     [
         ({"loss_mask": [1, 1]}, "differ in length"),
         ({"behavior_logprobs": [0.0] * 4}, "differ in length"),
-        ({"version_spans": [{"start": 0, "end": 2, "version": 1}]}, "0/0: version spans end at 2, response at 3"),
+        (
+            {"version_spans": [{"start": 0, "end": 2, "version": 1}]},
+            "0/0: version spans end at 2, response at 3",
+        ),
         ({"version_spans": [{"start": 1, "end": 3, "version": 1}]}, "0/0: version spans do not tile"),
         ({"finish_reason": "tool_calls"}, "0/0: finish_reason 'tool_calls'"),
         ({"prompt_id": None}, "'prompt_id' holds nulls"),

@@ -58,7 +58,9 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], what: str, timeout_s: float = 180) -> Any:
+def wait_for(
+    condition: Callable[[], Any], process: subprocess.Popen[str], what: str, timeout_s: float = 180
+) -> Any:
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         if process.poll() is not None:
@@ -129,7 +131,9 @@ def plain_step(policy: PolicyModel, optimizer: torch.optim.Optimizer, groups: li
     for table in groups:
         rewards = torch.tensor(table["reward"].to_pylist(), dtype=torch.float64)
         std = rewards.std()
-        advantages += [0.0] * len(rewards) if std == 0 else ((rewards - rewards.mean()) / (std + 1e-6)).tolist()
+        advantages += (
+            [0.0] * len(rewards) if std == 0 else ((rewards - rewards.mean()) / (std + 1e-6)).tolist()
+        )
         rows += table.to_pylist()
     width = max(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -155,17 +159,29 @@ def plain_step(policy: PolicyModel, optimizer: torch.optim.Optimizer, groups: li
     return loss.item()
 
 
-def test_metrics_of_a_running_job_then_interrupt_and_resume(root: Path, tmp_path: Path, tiny_adder: Path) -> None:
+def test_metrics_of_a_running_job_then_interrupt_and_resume(
+    root: Path, tmp_path: Path, tiny_adder: Path
+) -> None:
     """Lag shows on the endpoint while it runs; Ctrl-C leaves a checkpoint; the resumed run trains each prompt once."""
     folder = tmp_path / "tiny"
-    process = subprocess.Popen(train(root, tmp_path, "run.steps=5000"), cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        train(root, tmp_path, "run.steps=5000"),
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         text = wait_for(lambda: lagging(folder), process, "a trained group at lag 1")
-        promtool = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
+        promtool = subprocess.run(
+            ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=30
+        )
         assert (promtool.returncode, promtool.stdout + promtool.stderr) == (0, "")
         assert sample(text, 'headway_live_replicas{role="generation"}') == 2
         assert sample(text, "headway_max_version_lag_steps") == 2
-        assert sample(text, 'headway_version_lag_steps_bucket{le="2",phase="total"}') == sample(text, 'headway_version_lag_steps_count{phase="total"}')
+        assert sample(text, 'headway_version_lag_steps_bucket{le="2",phase="total"}') == sample(
+            text, 'headway_version_lag_steps_count{phase="total"}'
+        )
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=120)
     finally:
@@ -196,11 +212,15 @@ def lagging(folder: Path) -> str | None:
     with urllib.request.urlopen(f"http://127.0.0.1:{port.read_text()}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     count = sample(text, 'headway_version_lag_steps_count{phase="total"}')
-    return text if count - sample(text, 'headway_version_lag_steps_bucket{le="0",phase="total"}') > 0 else None
+    return (
+        text if count - sample(text, 'headway_version_lag_steps_bucket{le="0",phase="total"}') > 0 else None
+    )
 
 
 def sample(text: str, series: str) -> float:
-    return next(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.rsplit(" ", 1)[0] == series)
+    return next(
+        float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.rsplit(" ", 1)[0] == series
+    )
 
 
 def test_an_existing_run_is_not_overwritten_by_accident(root: Path, tmp_path: Path) -> None:
@@ -217,13 +237,19 @@ def test_an_existing_run_is_not_overwritten_by_accident(root: Path, tmp_path: Pa
     ("overrides", "message"),
     [
         (["model.path=nowhere/at/all"], "model folder nowhere/at/all does not exist (model.path)"),
-        (["model.path=BARE", "model.chat_template=true"], "has no chat template; set model.chat_template=false"),
+        (
+            ["model.path=BARE", "model.chat_template=true"],
+            "has no chat template; set model.chat_template=false",
+        ),
         (["data.source=EMPTY.jsonl"], "holds no rows"),
         (["data.source=WRONG.jsonl", "data.verifier=numeric"], "gold answers in"),
         (["data.source=missing.jsonl"], "dataset missing.jsonl does not exist (data.source)"),
         (["data.source=reasoning_gym:chain_sums"], "nearest: chain_sum"),
         (["generation.max_model_len=50"], "generation.max_model_len=50 cannot hold the longest prompt"),
-        (["generation.gpus=1"], "group 'generation' needs 2 x (0.5 CPU + 1 GPU), only 0 fit: the cluster has 0 GPU"),
+        (
+            ["generation.gpus=1"],
+            "group 'generation' needs 2 x (0.5 CPU + 1 GPU), only 0 fit: the cluster has 0 GPU",
+        ),
         (["cluster.address=127.0.0.1:1"], "cluster.address='127.0.0.1:1'"),
     ],
 )

@@ -64,11 +64,23 @@ def submit(root: Path, address: str, token: str, *arguments: str) -> subprocess.
     env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     command = [sys.executable, "-P", "-m", "headway.cluster.cli", "submit", "configs/tiny.yaml"]
     return subprocess.run(
-        [*command, f"--address={address}", *arguments], cwd=root, env=env, capture_output=True, text=True, timeout=400
+        [*command, f"--address={address}", *arguments],
+        cwd=root,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
 
 
-SMALL = ["model.path=tiny-random", "data.num_prompts=50", "learner.groups_per_step=2", "sampling.max_new_tokens=8", "metrics.port=0", "generation.replicas=1"]
+SMALL = [
+    "model.path=tiny-random",
+    "data.num_prompts=50",
+    "learner.groups_per_step=2",
+    "sampling.max_new_tokens=8",
+    "metrics.port=0",
+    "generation.replicas=1",
+]
 
 
 def test_a_submitted_run_trains_on_the_cluster_and_gives_its_exit_code(

@@ -97,9 +97,16 @@ def children(pid: int) -> set[int]:
     return found
 
 
-def nursery_and_workers() -> tuple[int, set[int]]:
-    (nursery,) = [pid for pid in children(os.getpid()) if b"headway.verifiers.worker" in command_line(pid)]
-    return nursery, children(nursery)
+def nursery_and_workers(num_workers: int) -> tuple[int, set[int]]:
+    """The process that forks, and its workers, once there are so many."""
+    found: list[int] = []
+
+    def complete() -> bool:
+        found[:] = [pid for pid in children(os.getpid()) if b"headway.verifiers.worker" in command_line(pid)]
+        return len(found) == 1 and len(children(found[0])) == num_workers
+
+    eventually(complete)
+    return found[0], children(found[0])
 
 
 def command_line(pid: int) -> bytes:
@@ -159,14 +166,14 @@ def test_scores_are_the_same_from_a_task() -> None:
 def test_a_hanging_item_is_0_and_the_others_unaffected(response: str) -> None:
     items = sums(40)
     items[11] = ("hostile", None, response, {})
-    with VerifierPool(2, 0.5, 512) as pool:
+    with VerifierPool(2, 1.0, 512) as pool:
         pool.score(items[:2])
         started = time.perf_counter()
         results = pool.score_timed(items)
-        assert time.perf_counter() - started < 3.0
+        assert time.perf_counter() - started < 10.0
         verdicts = [verdict for verdict, _ in results]
         assert (verdicts[11].score, verdicts[11].reason) == (0.0, "timeout")
-        assert results[11][1] >= 0.5
+        assert results[11][1] >= 1.0
         assert verdicts[:11] + verdicts[12:] == [verify(*item) for item in items[:11] + items[12:]]
 
 
@@ -243,12 +250,12 @@ def test_children_of_a_verifier_end_with_it(tmp_path: Path) -> None:
 def test_killed_processes_are_replaced(victim: str) -> None:
     with VerifierPool(1, 10.0, 512) as pool, ThreadPoolExecutor(1) as threads:
         pool.score([("hostile", None, "", {})])
-        nursery, workers = nursery_and_workers()
+        nursery, workers = nursery_and_workers(1)
         scored = threads.submit(pool.score, [("hostile", None, "sleep 0.4", {}), *sums(3)])
         time.sleep(0.1)
         os.kill(nursery if victim == "nursery" else workers.pop(), signal.SIGKILL)
         assert [verdict.score for verdict in scored.result(10)] == [1.0, 0.0, 1.0, 1.0]
-        os.kill(nursery_and_workers()[1].pop(), signal.SIGKILL)  # idle
+        os.kill(nursery_and_workers(1)[1].pop(), signal.SIGKILL)  # idle
         assert [verdict.score for verdict in pool.score(sums(3))] == [0.0, 1.0, 1.0]
 
 
@@ -266,13 +273,12 @@ def test_close_releases_waiting_callers_and_ends_all_processes() -> None:
     threads = [threading.Thread(target=score) for _ in range(3)]
     for thread in threads:
         thread.start()
-    eventually(lambda: len(children(os.getpid())) > 0 and len(nursery_and_workers()[1]) == 2)
-    nursery, workers = nursery_and_workers()
+    nursery, workers = nursery_and_workers(2)
     started = time.perf_counter()
     pool.close()
     for thread in threads:
         thread.join(5)
-    assert time.perf_counter() - started < 3.0
+    assert time.perf_counter() - started < 10.0
     assert raised == [Closed] * 3
     assert not any(map(is_alive, {nursery, *workers}))
     with pytest.raises(Closed):
@@ -284,18 +290,15 @@ def test_close_releases_waiting_callers_and_ends_all_processes() -> None:
 def test_no_process_survives_a_killed_parent() -> None:
     code = (
         "from headway.verifiers.pool import VerifierPool\n"
-        "import threading\n"
         "pool = VerifierPool(1, 60.0, 512)\n"
-        "pool.score([('numeric', '5', '5', {})])\n"
+        "pool.score([('hostile', None, '', {})])\n"
         "print('ready', flush=True)\n"
-        "from headway.verifiers.registry import VERIFIERS\n"
         "pool.score([('hostile', None, 'sleep 50', {})])\n"
     )
     with subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"ready\n"
         (nursery,) = children(parent.pid)
-        eventually(lambda: len(children(nursery)) == 1)
         (worker,) = children(nursery)
         parent.kill()
         parent.wait(5)
@@ -315,7 +318,7 @@ def test_workers_are_light_and_forked_from_one_thread() -> None:
         )
         assert (scored[0].score, scored[1].reason) == (1.0, "bad_gold")
         assert (scored[2].score, scored[2].extracted) == (1.0, "")
-        nursery, _ = nursery_and_workers()
+        nursery, _ = nursery_and_workers(1)
         assert len(list(Path(f"/proc/{nursery}/task").iterdir())) == 1
 
 
@@ -405,7 +408,7 @@ def test_worker_fills_the_reward_columns(worker: VerifierWorker) -> None:
 
 @pytest.mark.usefixtures("hostile")
 def test_an_unscored_response_stays_null() -> None:
-    worker = VerifierWorker(1, 0.5, 512)
+    worker = VerifierWorker(1, 1.0, 512)
     texts = ["fine", "exit", "sleep 9", "limits"]
     table = worker.score(build([rollout(n, text) for n, text in enumerate(texts)]), prompt("hostile", None))
     worker.close()

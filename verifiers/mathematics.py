@@ -48,6 +48,8 @@ _NAME = re.compile(
 _BRACKETED = re.compile(r"(\\\{|\{|\(|\[|\\langle)(.*?)(\\\}|\}|\)|\]|\\rangle)", re.DOTALL)
 _ELEMENTS = re.compile(r"(?:[A-Za-z]|\([A-Za-z](?:,[A-Za-z])+\))\s*\\in\s*(?=\\\{)")
 _MATRIX = re.compile(r"\\begin\{([pbvVB]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_INFINITE = {("constant", "infinity"), ("negative", ("constant", "infinity"))}
+_REGION_SIGNS = ("<", ">", "!=", "\\cup", "\\in", "\\mathbb")
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 
 
@@ -110,7 +112,7 @@ class _Comparison:
             decided = rule(gold, answer)
             if decided is not None:
                 return decided
-        return self.values(gold, answer)
+        return self.by_value(gold, answer)
 
     # Each rule decides (True, False) or does not apply (None).
 
@@ -152,7 +154,7 @@ class _Comparison:
             return False
         if {len(parts[0]), len(parts[1])} == {1, 2}:
             left, right = ("/".join(f"({side})" for side in part) for part in parts)
-            return self.values(left, right)
+            return self.by_value(left, right)
         return None
 
     def ratios(self, gold: Sequence[str], answer: Sequence[str]) -> bool | None:
@@ -178,17 +180,16 @@ class _Comparison:
         hundredth = (
             (f"({bare_gold})/100", bare_answer) if gold.endswith("%") else (bare_gold, f"({bare_answer})/100")
         )
-        return self.values(*hundredth)
+        return self.by_value(*hundredth)
 
     def regions(self, gold: str, answer: str) -> bool | None:
         """Sets of numbers given by inequalities, intervals or unions of them."""
-        if not any(
-            sign in text for sign in ("<", ">", "!=", "\\cup", "\\in", "\\mathbb") for text in (gold, answer)
-        ):
+        signed = [any(sign in text for sign in _REGION_SIGNS) for text in (gold, answer)]
+        if not any(signed):
             return None
         one, other = as_region(gold), as_region(answer)
         if one is None or other is None:
-            return None
+            return None if all(signed) or one is other else False
         return same_region(one, other, self.same)
 
     def matrices(self, gold: str, answer: str) -> bool | None:
@@ -216,6 +217,8 @@ class _Comparison:
                 return self.same(items[0] if one else gold, items[0] if other else answer)
             if kind == "list":  # the same value written in several ways
                 return all(self.same(item if one else gold, item if other else answer) for item in items)
+            if len(split_top(answer if one else gold, _EQUALS)) > 1:  # (x, y) = (1, 2)
+                return None
             return False if kind != "()" or len(items) > 1 else None
         (kind, items), (other_kind, other_items) = one, other
         if max(len(items), len(other_items)) > MAX_ITEMS:
@@ -258,8 +261,8 @@ class _Comparison:
 
     def is_definition(self, sides: Sequence[str]) -> bool:
         """Whether a chain of equal things ends in a value: x = 5, f(x) = 2x, or 3 + 4 = 7."""
-        values = sides[1:] if _NAME.fullmatch(sides[0]) else sides
-        return all(self.same(one, other) for one, other in itertools.pairwise(values))
+        defined = sides[1:] if _NAME.fullmatch(sides[0]) else sides
+        return all(self.same(one, other) for one, other in itertools.pairwise(defined))
 
     def words(self, gold: str, answer: str) -> bool | None:
         one, other = _are_words(gold), _are_words(answer)
@@ -282,15 +285,12 @@ class _Comparison:
             return False
         return self.same(value, other_value)
 
-    def values(self, gold: str, answer: str) -> bool:
+    def by_value(self, gold: str, answer: str) -> bool:
         try:
             left, right = expressions.read(gold), expressions.read(answer)
         except expressions.NotRead:
             return same_symbolically(gold, answer)
-        if ("constant", "infinity") in (left, right) or ("negative", ("constant", "infinity")) in (
-            left,
-            right,
-        ):
+        if _INFINITE & {left, right}:
             return left == right
         degrees = [side.endswith("\\degree") for side in (gold, answer)]
         try:
@@ -326,6 +326,8 @@ def _plain_words(text: str) -> list[str]:
 
 def _collection(text: str) -> tuple[str, list[str]] | None:
     """(kind, items): kind is set, list, or the brackets; None for anything else."""
+    if text == "\\emptyset":
+        return "set", []
     text = _ELEMENTS.sub("", text, count=1)
     items = _items(text)
     if len(items) > 1:
