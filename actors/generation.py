@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import json
 import os
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +59,7 @@ class GenerationActor:
         self._broken = ""
         self._updating = asyncio.Lock()
         self._serving = asyncio.Event()
-        self._shared = Path(
-            tempfile.mkstemp(prefix=f"headway-{config.run.name}-{replica}-", dir="/dev/shm")[1]
-        )
+        self._shared = _shared_file(config, replica)
 
     async def start(self) -> None:
         """Starts the engine on the model folder. It serves nothing before the first `update_weights`."""
@@ -312,6 +309,14 @@ def eos_token_ids(folder: Path, tokenizer: Any) -> list[int]:
     return sorted(ids)
 
 
+def _shared_file(config: Config, replica: int) -> Path:
+    """The same for every process that takes this replica's place: what a killed one left is reused, not leaked."""
+    run = hashlib.blake2b(str(config.run_folder.resolve()).encode(), digest_size=4).hexdigest()
+    path = Path(f"/dev/shm/headway-{config.run.name}-{run}-{replica}")
+    path.touch(mode=0o600)
+    return path
+
+
 def _environment(config: Config, replica: int) -> None:
     """vLLM reads these when it is imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -335,6 +340,8 @@ def _lay_out(path: Path, manifest: Manifest, buckets: tuple[np.ndarray, ...]) ->
     starts = np.cumsum([0, *sizes])
     if path.stat().st_size != manifest.num_bytes:
         os.truncate(path, manifest.num_bytes)
+    if not manifest.num_bytes:
+        raise WeightUpdateFailed(f"version {manifest.version} holds no tensors")
     shared = np.memmap(path, dtype=np.uint8, mode="r+")
     for start, bucket in zip(starts, buckets, strict=False):
         shared[start : start + len(bucket)] = bucket

@@ -192,6 +192,9 @@ class Placement:
             "max_concurrency": concurrency,
             "scheduling_strategy": strategy,
         }
+        if not need.gpus:
+            # Compute threads that spin while they wait take the cores from whoever else computes on them.
+            options["runtime_env"] = {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}}
         return self._remote(cls, f"{role}-{replica}", options, args)
 
     def _beside_driver(self, cls: type, role: str, concurrency: int, *args: Any) -> Any:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from headway.actors.generation import GroupRequest
 from headway.cluster.gate import Finished, Gate, cut_batch
@@ -100,7 +100,11 @@ class Run:
         self.tasks: set[asyncio.Task[None]] = set()
         self.placement = Placement(self.config, self.folder)
         try:
-            await self._start()
+            try:
+                await self._start()
+            except RayError as error:
+                reason = str(error).strip().splitlines()[-1]
+                raise HeadwayError(f"an actor did not start: {reason}; see {self.folder / 'logs'}") from error
             async with asyncio.TaskGroup() as self.loops:
                 for loop in (self.dispatch(), self.heartbeat(), *map(self.keep, self.engines)):
                     self._spawn(loop)
@@ -547,8 +551,14 @@ class Run:
                 # The keeper replaces it at the next version; make it try now.
                 engine.version = None
                 self.waits.changed()
-        for verifier in self.verifiers:
-            updates += await self.call(verifier.drain_updates.remote(), "a verifier's metrics")
+        for replica, verifier in enumerate(self.verifiers):
+            try:
+                updates += await self.call(verifier.drain_updates.remote(), f"verifier {replica}'s metrics")
+            except RayActorError:
+                self.placement.discard(verifier)
+                self.verifiers[replica] = self.placement.verifier(replica)
+                self.recorder.inc("headway_actor_restarts_total", label="verifiers")
+                self.progress.say(f"verifier {replica} is replaced")
         await self.call(self.exporter.apply.remote(updates), "metrics")
 
     def _record(self, batch: list[Group], stats: list[Any], seconds: dict[str, float], waited: float) -> None:

