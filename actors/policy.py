@@ -3,6 +3,7 @@ checkpoint. One method at a time."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from headway.core.config import Config
 from headway.core.weights import Manifest
-from headway.learner.publish import export, layout_of
+from headway.learner.publish import buffers, export, layout_of
 from headway.learner.stats import StepStats
 from headway.learner.trainer import Trainer
 
@@ -20,11 +21,11 @@ class PolicyActor:
     """A plain class; whoever runs it decides where."""
 
     def __init__(self, config: Config, model_folder: str) -> None:
-        if config.learner.threads > 0:
-            torch.set_num_threads(config.learner.threads)
+        torch.set_num_threads(config.learner.threads or os.cpu_count() or 1)
         torch.manual_seed(config.run.seed)
         self._trainer = Trainer(config, Path(model_folder))
         self._layout = layout_of(self._trainer.model, config.model.dtype, config.learner.bucket_mib * 2**20)
+        self._buckets = buffers(self._layout)
 
     def num_buckets(self) -> int:
         """Buckets of every published version."""
@@ -40,7 +41,8 @@ class PolicyActor:
             raise ValueError(
                 f"asked to publish version {version}, but the learner is at {self._trainer.version}"
             )
-        manifest, buckets = export(self._trainer.model, self._layout, version)
+        # Whoever runs this actor has copied the last version's buckets out before it can ask for the next.
+        manifest, buckets = export(self._trainer.model, self._layout, version, into=self._buckets)
         return (manifest, *buckets)
 
     def save(self, folder: str) -> None:

@@ -21,7 +21,8 @@ from headway.core import rollouts
 from headway.core.config import parse_config
 from headway.core.rollouts import SCHEMA
 
-ROWS, TOKENS, GROUPS = 8, 4096, 300
+ROWS, TOKENS, GROUPS = 8, 4096, 600
+IN_FLIGHT, BATCH = 32, 8
 
 
 def group(group_id: int) -> pa.Table:
@@ -49,20 +50,16 @@ def group(group_id: int) -> pa.Table:
 
 
 class Producer:
-    """Puts prebuilt tables into the queue, a few in flight."""
+    """Puts prebuilt tables into the queue."""
 
-    def __init__(self, queue: Any, first: int) -> None:
-        self._queue, self._first = queue, first
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
         self._template = group(0)
 
-    def produce(self, count: int) -> None:
-        pending: list[Any] = []
-        for number in range(count):
-            ids = [self._first + number] * ROWS
-            pending.append(self._queue.put.remote(rollouts.replace_column(self._template, "group_id", ids)))
-            if len(pending) >= 8:
-                ray.get(pending.pop(0))
-        ray.get(pending)
+    async def produce(self, group_id: int) -> int:
+        table = rollouts.replace_column(self._template, "group_id", [group_id] * ROWS)
+        receipt = await self._queue.put.remote(table)
+        return receipt.group_id
 
 
 def main() -> None:
@@ -92,27 +89,23 @@ def main() -> None:
         f"put {statistics.median(puts) * 1e3:.1f} ms, take and read {statistics.median(takes) * 1e3:.1f} ms (medians of 50)"
     )
     remote: Any = ray.remote(Producer).options(num_cpus=0)
-    producers = [remote.remote(queue, 1_000_000 * (1 + n)) for n in range(2)]
-    get([p.produce.remote(2) for p in producers])
+    producers = [remote.remote(queue) for _ in range(2)]
+    get([producer.produce.remote(1_000_000 + n) for n, producer in enumerate(producers)])
     began = time.perf_counter()
-    done = [p.produce.remote(GROUPS // 2) for p in producers]
-    for n in range(2):
-        wanted = [1_000_000 * (1 + n) + k for k in range(GROUPS // 2)]
-        while wanted:
-            batch, wanted = wanted[:8], wanted[8:]
-            while True:
-                try:
-                    references = get(queue.take.remote(batch))
-                    break
-                except Exception as error:  # not there yet
-                    if "does not hold" not in str(error):
-                        raise
-                    time.sleep(0.002)
-            get(references)
-            get(queue.release.remote(batch))
-    get(done)
+    pending = [producers[n % 2].produce.remote(n) for n in range(IN_FLIGHT)]
+    issued = IN_FLIGHT
+    taken = 0
+    while taken < GROUPS:
+        ready, pending = ray.wait(pending, num_returns=min(BATCH, len(pending)), timeout=60)
+        group_ids = get(ready)
+        get(get(queue.take.remote(group_ids)))
+        queue.release.remote(group_ids)
+        taken += len(ready)
+        more = min(len(ready), GROUPS - issued)
+        pending += [producers[n % 2].produce.remote(n) for n in range(issued, issued + more)]
+        issued += more
     print(f"two producers, one consumer: {GROUPS / (time.perf_counter() - began):.0f} groups/s")
-    get(queue.put.remote(get(ray.put(rollouts.replace_column(table, "group_id", [7] * ROWS)))))
+    get(producers[0].produce.remote(7))
     for producer in producers:
         ray.kill(producer)
     (reference,) = get(queue.take.remote([7]))

@@ -28,13 +28,27 @@ def layout_of(model: PolicyModel, dtype: Dtype, max_bucket_bytes: int) -> Layout
     return Layout(*weights.layout(tensors, max_bucket_bytes=max_bucket_bytes))
 
 
+def buffers(layout: Layout) -> list[np.ndarray]:
+    """One uint8 array per bucket, for `export`."""
+    return [np.zeros(size, dtype=np.uint8) for size in layout.bucket_bytes]
+
+
 @torch.no_grad()
-def export(model: PolicyModel, layout: Layout, version: int) -> tuple[Manifest, list[np.ndarray]]:
-    """The current weights: a manifest and one new uint8 array per bucket, which nobody else holds."""
-    buckets = [np.zeros(size, dtype=np.uint8) for size in layout.bucket_bytes]
+def export(
+    model: PolicyModel, layout: Layout, version: int, into: list[np.ndarray] | None = None
+) -> tuple[Manifest, list[np.ndarray]]:
+    """The current weights: a manifest, and one uint8 array per bucket.
+
+    The arrays are new, or those of `into`, overwritten: memory that is touched anew for every version costs more
+    than the copy itself, so a caller whose earlier buckets nobody reads any more hands them in again.
+    """
+    buckets = buffers(layout) if into is None else into
+    live = dict(model.network.named_parameters())
     entries = []
     for entry in layout.entries:
         data = buckets[entry.bucket][entry.offset : entry.offset + entry.num_bytes]
-        torch.from_numpy(data).view(DTYPES[entry.dtype]).copy_(model.masters[entry.name].flatten())
+        # The network's own copy where it is of the published type already: the same rounding of the same masters.
+        source = live[entry.name] if live[entry.name].dtype == DTYPES[entry.dtype] else model.masters[entry.name]
+        torch.from_numpy(data).view(DTYPES[entry.dtype]).copy_(source.flatten())
         entries.append(replace(entry, digest=weights.digest(data.data)))
     return Manifest(version=version, entries=tuple(entries), bucket_bytes=layout.bucket_bytes), buckets

@@ -53,6 +53,7 @@ def test_every_export_has_buckets_of_its_own_and_the_same_bytes(tmp_path: Path) 
     assert first_manifest == second_manifest
     with torch.no_grad():
         model.masters["model.norm.weight"].add_(1)
+    model.refresh()
     third_manifest, third = export(model, layout, 2)
     for a, b, c, d in zip(first, second, third, kept, strict=True):
         assert np.array_equal(a, b) and np.array_equal(a, d)
@@ -61,3 +62,6 @@ def test_every_export_has_buckets_of_its_own_and_the_same_bytes(tmp_path: Path) 
         name for name, value in third_manifest.digests.items() if first_manifest.digests[name] != value
     }
     assert changed == {"model.norm.weight"}
+    again_manifest, again = export(model, layout, 2, into=first)
+    assert again_manifest == third_manifest
+    assert all(np.array_equal(a, b) and a is c for a, b, c in zip(again, third, first, strict=True))
