@@ -78,19 +78,19 @@ class GenerationActor:
             raise ConfigError("generation.max_model_len must be resolved before an engine starts")
         self._tokenizer = AutoTokenizer.from_pretrained(self._model_folder)
         self._eos_ids = eos_token_ids(Path(self._model_folder), self._tokenizer)
+        on_cpu = current_platform.is_cpu()
         self._engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=self._model_folder,
                 dtype=config.model.dtype,
                 seed=config.run.seed,
-                enforce_eager=True,
+                enforce_eager=on_cpu,
+                tensor_parallel_size=max(1, int(config.generation.gpus)),
                 max_model_len=config.generation.max_model_len,
                 max_num_seqs=config.generation.max_concurrent_requests,
                 # A seeded request whose prefill is split rewinds its generator, which CPU generators cannot do.
-                enable_chunked_prefill=False if current_platform.is_cpu() else None,
-                max_num_batched_tokens=max(2048, config.generation.max_model_len)
-                if current_platform.is_cpu()
-                else None,
+                enable_chunked_prefill=False if on_cpu else None,
+                max_num_batched_tokens=max(2048, config.generation.max_model_len) if on_cpu else None,
                 gpu_memory_utilization=config.generation.gpu_memory_utilization,
                 enable_prefix_caching=config.generation.prefix_caching,
                 skip_tokenizer_init=True,

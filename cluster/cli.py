@@ -70,12 +70,13 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
     from headway.cluster.placement import check_resources, connect
     from headway.cluster.preflight import preflight
     from headway.cluster.progress import Progress
+    from headway.cluster.report import write_report
     from headway.cluster.run import Run
     from headway.core.prompts import PromptStream
 
     with Progress(config, console) as progress:
         progress.say("checking model, data and golds")
-        checked = preflight(config)
+        checked = preflight(config, progress.say)
         config = checked.config
         config.run_folder.joinpath("config.json").write_text(dump_config(config), encoding="utf-8")
         progress.header(config, num_prompts=len(checked.prompts), model=str(checked.model_folder))
@@ -89,11 +90,11 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
             progress=progress,
             resume_from=checkpoint,
         )
-        interrupted = asyncio.run(_until_stopped(run))
-    if (config.run_folder / "metrics.jsonl").exists():
-        from headway.cluster.report import write_report
-
-        console.print(f"report: {write_report(config.run_folder)}", highlight=False)
+        try:
+            interrupted = asyncio.run(_until_stopped(run))
+        finally:
+            if (config.run_folder / "metrics.jsonl").exists():
+                console.print(f"report: {write_report(config.run_folder)}", highlight=False)
     if interrupted:
         console.print(f"stopped at version {run.version}; go on with --resume", highlight=False)
         return EXIT_INTERRUPTED

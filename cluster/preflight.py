@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from headway.actors.verifier import VerifierWorker
 from headway.core.config import Config
 from headway.core.errors import ConfigError, DataError
 from headway.core.prompts import Prompt, load_prompts
-from headway.learner.pretrained import model_folder
+from headway.learner.pretrained import is_to_be_made, model_folder
 
 CHECKED_GOLDS = 100
 CHECKED_LENGTHS = 64
@@ -45,10 +46,18 @@ def prompts_of(config: Config, source: str, seed: int) -> tuple[Prompt, ...]:
     )
 
 
-def preflight(config: Config) -> Checked:
-    """Checks model, data, golds, lengths and disk. Raises `UserError`s that say what to change."""
+def preflight(config: Config, say: Callable[[str], None]) -> Checked:
+    """Checks model, data, golds, lengths and disk. Raises `UserError`s that say what to change.
+
+    `say` is told what takes long.
+    """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     prompts = prompts_of(config, config.data.source, config.run.seed)
     check_golds(config, prompts)
+    if is_to_be_made(config.model.path):
+        say(f"making model {config.model.path}, once (about a minute)")
     folder = model_folder(config.model.path)
     longest = _longest_prompt(config, folder, prompts)
     needed = longest + config.sampling.max_new_tokens

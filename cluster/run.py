@@ -88,10 +88,10 @@ class Run:
     version: int = 0
     stopping: bool = False
     groups: dict[int, Group] = field(default_factory=dict)
+    waits: Waits = field(default_factory=Waits)
 
     async def execute(self) -> None:
         """Trains. Raises `Starved` when nothing moves for the no-progress deadline."""
-        self.waits = Waits()
         self.recorder = Recorder()
         self.folder = self.config.run_folder.resolve()
         self.started = self.last_progress = time.monotonic()

@@ -43,14 +43,23 @@ def model_folder(path: str) -> Path:
     return folder.absolute()
 
 
-def _cached(name: str, recipe: dict[str, Any], make: Callable[[Path], None]) -> Path:
-    """Made beside its place and renamed, so that an interrupted making leaves nothing that looks complete."""
+def is_to_be_made(path: str) -> bool:
+    """Whether `model_folder` will first have to make this model, which takes up to a minute."""
+    return path in _MAKERS and not _place(path, _MAKERS[path][0]).is_dir()
+
+
+def _place(name: str, recipe: dict[str, Any]) -> Path:
     parent = Path(os.environ.get("HEADWAY_CACHE") or Path.home() / ".cache" / "headway")
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
-    folder = parent / f"{name}-{digest}"
+    return parent / f"{name}-{digest}"
+
+
+def _cached(name: str, recipe: dict[str, Any], make: Callable[[Path], None]) -> Path:
+    """Made beside its place and renamed, so that an interrupted making leaves nothing that looks complete."""
+    folder = _place(name, recipe)
     if folder.is_dir():
         return folder
-    temporary = parent / f".{folder.name}.{os.getpid()}"
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     temporary.mkdir(parents=True)
     try:
         make(temporary)

@@ -48,7 +48,9 @@ def export(
     for entry in layout.entries:
         data = buckets[entry.bucket][entry.offset : entry.offset + entry.num_bytes]
         # The network's own copy where it is of the published type already: the same rounding of the same masters.
-        source = live[entry.name] if live[entry.name].dtype == DTYPES[entry.dtype] else model.masters[entry.name]
+        source = (
+            live[entry.name] if live[entry.name].dtype == DTYPES[entry.dtype] else model.masters[entry.name]
+        )
         torch.from_numpy(data).view(DTYPES[entry.dtype]).copy_(source.flatten())
         entries.append(replace(entry, digest=weights.digest(data.data)))
     return Manifest(version=version, entries=tuple(entries), bucket_bytes=layout.bucket_bytes), buckets
