@@ -297,8 +297,11 @@ class Run:
                 self.progress.say(
                     f"group {group.group_id} is issued again (attempt {attempt}): {type(failure).__name__}"
                 )
-                if isinstance(failure, EngineDead):
+                if isinstance(failure, EngineDead) or _died(failure, engine.actor):
                     engine.version = None  # its keeper replaces it
+                for replica, verifier in enumerate(self.verifiers):
+                    if _died(failure, verifier):
+                        self._replace_verifier(replica)
                 engine = await self.waits.until(
                     lambda: self._least_loaded(lambda version: version >= group.since_version),
                     who=f"group {group.group_id}",
@@ -516,6 +519,12 @@ class Run:
         deadline_s = self.config.generation.start_deadline_s
         await self.call(engine.actor.start.remote(), f"engine {engine.replica} to start", deadline_s)
 
+    def _replace_verifier(self, replica: int) -> None:
+        self.placement.discard(self.verifiers[replica])
+        self.verifiers[replica] = self.placement.verifier(replica)
+        self.recorder.inc("headway_actor_restarts_total", label="verifiers")
+        self.progress.say(f"verifier {replica} is replaced")
+
     # ---- heartbeat: metrics, health, progress --------------------------------------------------------------
 
     async def heartbeat(self) -> None:
@@ -551,14 +560,14 @@ class Run:
                 # The keeper replaces it at the next version; make it try now.
                 engine.version = None
                 self.waits.changed()
-        for replica, verifier in enumerate(self.verifiers):
+        for replica, verifier in enumerate(list(self.verifiers)):
             try:
                 updates += await self.call(verifier.drain_updates.remote(), f"verifier {replica}'s metrics")
             except RayActorError:
-                self.placement.discard(verifier)
-                self.verifiers[replica] = self.placement.verifier(replica)
-                self.recorder.inc("headway_actor_restarts_total", label="verifiers")
-                self.progress.say(f"verifier {replica} is replaced")
+                if (
+                    self.verifiers[replica] is verifier
+                ):  # else someone who met its death has replaced it meanwhile
+                    self._replace_verifier(replica)
         await self.call(self.exporter.apply.remote(updates), "metrics")
 
     def _record(self, batch: list[Group], stats: list[Any], seconds: dict[str, float], waited: float) -> None:
@@ -633,6 +642,11 @@ class Run:
         self.ledger.sync()
         await asyncio.to_thread(checkpoint.commit, draft)
         self.progress.say(f"checkpoint {self.version} in {time.monotonic() - began:.1f} s")
+
+
+def _died(failure: Exception, actor: Any) -> bool:
+    """Whether this failure is the death of this actor."""
+    return getattr(failure, "actor_id", None) == actor._actor_id.hex()
 
 
 async def _as_future(reference: Any) -> Any:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 import pytest_asyncio
 import torch
+from transformers import AutoModelForCausalLM
 
 from headway.actors.generation import GenerationActor, GroupRequest, encode
 from headway.core.config import Config, parse_config
@@ -51,6 +52,7 @@ class Learner:
 
     def __init__(self, folder: Path) -> None:
         self.model = PolicyModel(folder, dtype="float32")
+        self.plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.layout = layout_of(self.model, "float32", 1 << 20)
         self.version = -1
 
@@ -70,9 +72,11 @@ class Learner:
     def largest_difference(self, table: pa.Table, temperature: float = 1.0) -> float:
         """Between the table's behavior log-probabilities and a plain transformers forward pass."""
         worst = 0.0
+        for name, parameter in self.plain.named_parameters():
+            parameter.copy_(self.model.masters[name])
         for row in table.to_pylist():
             ids, start = row["prompt_ids"] + row["response_ids"], len(row["prompt_ids"])
-            logits = self.model.network(torch.tensor([ids])).logits[0, start - 1 : -1].float() / temperature
+            logits = self.plain(torch.tensor([ids])).logits[0, start - 1 : -1].float() / temperature
             logprobs = logits.log_softmax(-1).gather(1, torch.tensor(row["response_ids"])[:, None])[:, 0]
             worst = max(worst, (logprobs - torch.tensor(row["behavior_logprobs"])).abs().max().item())
         return worst

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from headway.actors.generation import GenerationActor, GroupRequest
 from headway.actors.verifier import VerifierWorker
@@ -26,7 +28,6 @@ from headway.cluster.preflight import prompts_of
 from headway.core import rollouts
 from headway.core.config import Config, load_config
 from headway.core.prompts import PromptStream
-from headway.core.weights import Manifest
 from headway.learner.model import PolicyModel
 from headway.learner.publish import export, layout_of
 
@@ -90,18 +91,21 @@ def test_version_lag_0_is_a_plain_synchronous_loop(root: Path, tmp_path: Path, t
 
 
 async def plain_loop(config: Config, folder: Path) -> tuple[list[float], list[pa.Table]]:
-    """Generate, score, one padded forward pass, AdamW, reload: nothing of the learner but the weight export."""
+    """Generate, score, one padded forward pass of the plain model, AdamW, reload. Of the learner only the export."""
     stream = PromptStream(prompts_of(config, config.data.source, config.run.seed), config.run.seed)
     engine, verifier = GenerationActor(config, str(folder), 0), VerifierWorker(1, 5.0, 1024)
-    policy = PolicyModel(folder, dtype="float32")
-    optimizer = torch.optim.AdamW(policy.masters.values(), lr=config.learner.learning_rate, weight_decay=0.0)
-    layout = layout_of(policy, "float32", 64 << 20)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learner.learning_rate, weight_decay=0.0)
+    exporter = PolicyModel(folder, dtype="float32")
+    layout = layout_of(exporter, "float32", 64 << 20)
     losses, tables = [], []
     try:
         await engine.start()
         for step in range(3):
-            manifest, buckets = export(policy, layout, step)
-            assert isinstance(manifest, Manifest)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    exporter.masters[name].copy_(parameter)
+            manifest, buckets = export(exporter, layout, step)
             await engine.update_weights(manifest, *buckets)
             groups = []
             for index in range(step * 4, step * 4 + 4):
@@ -119,14 +123,14 @@ async def plain_loop(config: Config, folder: Path) -> tuple[list[float], list[pa
             made = await asyncio.gather(*(coroutine for coroutine, _ in groups))
             scored = [verifier.score(table, prompt) for table, (_, prompt) in zip(made, groups, strict=True)]
             tables.append(pa.concat_tables(scored))
-            losses.append(plain_step(policy, optimizer, scored))
+            losses.append(plain_step(model, optimizer, scored))
     finally:
         verifier.close()
         await engine.shutdown()
     return losses, tables
 
 
-def plain_step(policy: PolicyModel, optimizer: torch.optim.Optimizer, groups: list[pa.Table]) -> float:
+def plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: list[pa.Table]) -> float:
     rows, advantages = [], []
     for table in groups:
         rewards = torch.tensor(table["reward"].to_pylist(), dtype=torch.float64)
@@ -145,7 +149,7 @@ def plain_step(policy: PolicyModel, optimizer: torch.optim.Optimizer, groups: li
         attention[i, :end] = 1
         trained[i, start:end] = 1
         behavior[i, start:end] = torch.tensor(row["behavior_logprobs"])
-    logits = policy.network(input_ids=ids, attention_mask=attention).logits.float()
+    logits = model(input_ids=ids, attention_mask=attention).logits.float()
     logprobs = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[:, :, 0]
     trained, behavior = trained[:, 1:], behavior[:, 1:]
     weight = (logprobs.detach() - behavior).exp().clamp(max=2.0)
@@ -153,9 +157,8 @@ def plain_step(policy: PolicyModel, optimizer: torch.optim.Optimizer, groups: li
     loss = -(weight * ratio * torch.tensor(advantages)[:, None] * trained).sum() / trained.sum()
     optimizer.zero_grad()
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(policy.masters.values(), 1.0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    policy.refresh()
     return loss.item()
 
 
@@ -221,6 +224,51 @@ def sample(text: str, series: str) -> float:
     return next(
         float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.rsplit(" ", 1)[0] == series
     )
+
+
+def processes_of(log: Path) -> list[int]:
+    """Processes that write to this log: an actor and its children."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.readlink(entry / "fd" / "1") == str(log):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return sorted(found)
+
+
+def kill(log: Path, title: str) -> None:
+    pids = [p for p in processes_of(log) if title in Path(f"/proc/{p}/cmdline").read_text()]
+    assert pids, f"no {title} writes to {log}"
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_killed_actors_are_replaced_and_every_prompt_is_trained_once(
+    root: Path, tmp_path: Path, tiny_random: Path
+) -> None:
+    folder, steps = tmp_path / "tiny", 250
+    command = train(root, tmp_path, "model.path=tiny-random", f"run.steps={steps}", "data.num_prompts=2000")
+    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        wait_for(
+            lambda: (folder / "metrics.jsonl").exists() and len(steps_of(folder)) >= 3, process, "step 3"
+        )
+        kill(folder / "logs" / "generation-0.log", "GenerationActor")
+        kill(folder / "logs" / "verifiers-0.log", "VerifierWorker")
+        output, _ = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    assert "engine 0 is replaced" in output and "verifier 0 is replaced" in output
+    trained = trained_groups(folder / "ledger.jsonl")
+    assert sorted(trained) == list(range(4 * steps))
+    assert all(0 <= lag <= 2 for step in steps_of(folder) for lag in step["lag"])
+    assert steps_of(folder)[-1]["engine_versions"].count(None) == 0
+    time.sleep(1)
+    assert [p for log in (folder / "logs").iterdir() for p in processes_of(log)] == []
+    assert not list(Path("/dev/shm").glob("headway-tiny-*"))
 
 
 def test_an_existing_run_is_not_overwritten_by_accident(root: Path, tmp_path: Path) -> None:
