@@ -23,7 +23,7 @@ check: $(READY) typing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
-	$(BIN)/pyright
+	$(BIN)/pyright -p pyproject.toml
 
 docs: $(READY)
 	$(BIN)/python -m headway.core.reference docs

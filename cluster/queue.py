@@ -57,6 +57,7 @@ class RolloutQueue:
         self._store = store
         self._load = load
         self._groups: dict[int, tuple[Receipt, Any]] = {}
+        self._dropped: set[int] = set()
 
     async def put(self, table: pa.Table) -> Receipt:
         """Takes a group over. The same group again is the same receipt: retries change nothing."""
@@ -71,7 +72,8 @@ class RolloutQueue:
             num_scored=table.num_rows - table.column("reward").null_count,
             num_tokens=sum(rollouts.lengths(table, "response_ids")),
         )
-        self._groups[group_id] = (receipt, self._store(table))
+        if group_id not in self._dropped:
+            self._groups[group_id] = (receipt, self._store(table))
         return receipt
 
     async def take(self, group_ids: list[int]) -> list[Any]:
@@ -81,9 +83,14 @@ class RolloutQueue:
         return [self._groups[group_id][1] for group_id in group_ids]
 
     async def release(self, group_ids: list[int]) -> None:
-        """Forgets groups that were trained or dropped; unknown ones are no error."""
+        """Forgets groups that were trained; unknown ones are no error."""
         for group_id in group_ids:
             self._groups.pop(group_id, None)
+
+    async def drop(self, group_id: int) -> None:
+        """Forgets a group that was dropped, also should it still arrive."""
+        self._groups.pop(group_id, None)
+        self._dropped.add(group_id)
 
     async def save(self, path: str) -> None:
         """Writes everything that waits to one Parquet file."""

@@ -105,6 +105,7 @@ class Run:
             except RayError as error:
                 reason = str(error).strip().splitlines()[-1]
                 raise HeadwayError(f"an actor did not start: {reason}; see {self.folder / 'logs'}") from error
+            self.last_progress = time.monotonic()
             async with asyncio.TaskGroup() as self.loops:
                 for loop in (self.dispatch(), self.heartbeat(), *map(self.keep, self.engines)):
                     self._spawn(loop)
@@ -112,6 +113,11 @@ class Run:
                 for task in self.tasks:
                     task.cancel()
             await self._collect_metrics()
+        except* RayError as errors:
+            reason = str(errors.exceptions[0]).strip().splitlines()[-1]
+            raise HeadwayError(
+                f"an actor that this run cannot replace failed: {reason}; see {self.folder / 'logs'}, go on with --resume"
+            ) from errors
         finally:
             await self._close()
 
@@ -158,14 +164,6 @@ class Run:
                 what=f"engine {engine.replica} to start",
                 deadline_s=config.generation.start_deadline_s,
             )
-        for role, number in (
-            ("learner", 1),
-            ("generation", len(self.engines)),
-            ("verifiers", len(self.verifiers)),
-            ("queue", 1),
-            ("metrics", 1),
-        ):
-            self.recorder.set("headway_live_replicas", number, label=role)
         self.recorder.set("headway_max_version_lag_steps", config.lag.max_version_lag)
 
     async def _load_state(self) -> None:
@@ -261,6 +259,7 @@ class Run:
                 group_id=group_id, since_version=engine.version, dispatched=time.monotonic()
             )
             self.gate.start()
+            engine.running += 1
             self.recorder.observe("headway_publish_lag_steps", [self.version - engine.version])
             self._spawn(self._roll(self.groups[group_id], engine))
 
@@ -280,7 +279,7 @@ class Run:
         return min(free, key=lambda engine: (engine.running, engine.replica), default=None)
 
     async def _roll(self, group: Group, engine: Engine) -> None:
-        """One group from prompt to queue; issued again when an actor dies under it."""
+        """One group from prompt to queue; issued again when an actor dies under it. The engine already counts it."""
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
                 await self._roll_once(group, engine)
@@ -308,6 +307,8 @@ class Run:
                     what="an engine to be issued to again",
                     deadline_s=self.config.run.no_progress_deadline_s,
                 )
+                engine.running += 1
+        engine.running -= 1
         self._drop(group, "generation_failed")
 
     async def _roll_once(self, group: Group, engine: Engine) -> None:
@@ -323,7 +324,6 @@ class Run:
             deadline_s=config.lag.straggler_deadline_s,
         )
         verifier = self.verifiers[group.group_id % len(self.verifiers)]
-        engine.running += 1
         try:
             table = engine.actor.generate.remote(request)
             scored = verifier.score.remote(table, prompt)
@@ -337,8 +337,7 @@ class Run:
             engine.running -= 1
             self.waits.changed()
         if group.group_id not in self.groups:
-            await self.call(self.queue.release.remote([group.group_id]), "queue")
-            return
+            return  # dropped meanwhile; the queue knows
         group.receipt, group.finished_at_version = receipt, self.version
         self.ledger.finish(group.group_id)
         self.gate.finish()
@@ -362,7 +361,7 @@ class Run:
         self.gate.reject(finished=group.receipt is not None)
         if group.receipt is not None:
             self._leave_queue(group.receipt)
-            self.queue.release.remote([group.group_id])
+        self.queue.drop.remote(group.group_id)
         self.recorder.inc("headway_groups_total", label="dropped")
         self.recorder.inc("headway_groups_dropped_total", label=reason)
         self.waits.changed()
@@ -547,6 +546,15 @@ class Run:
                 )
 
     async def _collect_metrics(self) -> None:
+        live = {
+            "learner": 1,
+            "generation": sum(engine.version is not None for engine in self.engines),
+            "verifiers": len(self.verifiers),
+            "queue": 1,
+            "metrics": 1,
+        }
+        for role, number in live.items():
+            self.recorder.set("headway_live_replicas", number, label=role)
         self.recorder.set("headway_groups_running", self.gate.running)
         self.recorder.set("headway_queue_groups", self.room.queued_groups)
         self.recorder.set("headway_queue_bytes", self.room.queued_bytes)

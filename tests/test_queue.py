@@ -55,6 +55,14 @@ async def test_putting_a_group_again_changes_nothing() -> None:
     assert (await q.take([4]))[0].equals(table(4, version=3))
 
 
+async def test_a_dropped_group_that_arrives_late_is_not_kept() -> None:
+    q = queue()
+    await q.drop(4)
+    assert (await q.put(table(4))).group_id == 4
+    with pytest.raises(HeadwayError, match=r"does not hold groups \[4\]"):
+        await q.take([4])
+
+
 async def test_content_survives_save_and_restore(tmp_path: Path) -> None:
     q = queue()
     for group_id in (5, 2):
