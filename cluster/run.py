@@ -29,6 +29,8 @@ from headway.cluster.ledger import Ledger
 from headway.cluster.placement import Placement
 from headway.cluster.progress import Progress
 from headway.cluster.queue import Receipt, Room, group_bytes
+from headway.cluster.record import observe_step
+from headway.cluster.state import Engine, Group, Release
 from headway.cluster.watch import Waits
 from headway.core.config import Config, dump_config
 from headway.core.errors import EngineDead, HeadwayError, RolloutFailed, Starved, WeightUpdateFailed
@@ -40,38 +42,6 @@ from headway.learner import checkpoint
 MAX_ATTEMPTS = 3
 CALL_DEADLINE_S = 60.0
 GRACE_S = 30.0  # what a call may take beyond the deadline that its actor keeps
-
-
-@dataclass(kw_only=True)
-class Engine:
-    """One generation actor as the driver sees it."""
-
-    replica: int
-    actor: Any
-    version: int | None = None
-    """Version that it serves; None while it serves nothing."""
-    running: int = 0
-
-
-@dataclass(kw_only=True)
-class Group:
-    """A live prompt group."""
-
-    group_id: int
-    since_version: int
-    """Version of its engine when it was dispatched."""
-    dispatched: float
-    receipt: Receipt | None = None
-    finished_at_version: int = 0
-    """Learner version when it entered the queue."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Release:
-    """A published weight version: the manifest, and the buckets in the object store."""
-
-    manifest: Manifest
-    buckets: tuple[Any, ...]
 
 
 @dataclass(kw_only=True)
@@ -560,67 +530,33 @@ class Run:
         self.recorder.set("headway_queue_bytes", self.room.queued_bytes)
         updates = self.recorder.drain()
         for engine in self.engines:
+            if engine.version is None:
+                continue  # starting or being replaced: it does not answer, and its keeper is at it
             try:
                 updates += await self.call(
                     engine.actor.drain_updates.remote(), f"engine {engine.replica}'s metrics"
                 )
             except RayActorError:
-                # The keeper replaces it at the next version; make it try now.
-                engine.version = None
+                engine.version = None  # its keeper replaces it
                 self.waits.changed()
         for replica, verifier in enumerate(list(self.verifiers)):
             try:
                 updates += await self.call(verifier.drain_updates.remote(), f"verifier {replica}'s metrics")
             except RayActorError:
-                if (
-                    self.verifiers[replica] is verifier
-                ):  # else someone who met its death has replaced it meanwhile
+                if self.verifiers[replica] is verifier:  # nobody else has replaced it meanwhile
                     self._replace_verifier(replica)
         await self.call(self.exporter.apply.remote(updates), "metrics")
 
     def _record(self, batch: list[Group], stats: list[Any], seconds: dict[str, float], waited: float) -> None:
         """Metrics of the batch's steps; one JSON line per optimizer step in `metrics.jsonl`."""
-        recorder, config = self.recorder, self.config
         for stage, value in seconds.items():
-            recorder.observe("headway_step_seconds", [value], label=stage)
-        recorder.set("headway_last_step_timestamp_seconds", time.time())
-        per_step = config.learner.groups_per_step
+            self.recorder.observe("headway_step_seconds", [value], label=stage)
+        self.recorder.set("headway_last_step_timestamp_seconds", time.time())
+        per_step = self.config.learner.groups_per_step
         for number, step in enumerate(stats):
-            groups = batch[number * per_step : (number + 1) * per_step]
-            lags = [step.version - 1 - group.receipt.oldest_version for group in groups if group.receipt]
-            queue_lags = [step.version - 1 - group.finished_at_version for group in groups]
-            recorder.inc("headway_trained_tokens_total", step.num_tokens)
-            recorder.inc("headway_unscored_responses_total", step.num_unscored)
-            recorder.observe("headway_reward", step.rewards)
-            recorder.observe("headway_response_tokens", step.response_lengths)
-            recorder.observe("headway_importance_weight", step.importance_weights.tolist())
-            gauges = {
-                "headway_importance_ess_fraction": step.ess_fraction,
-                "headway_clipped_fraction": step.clipped_fraction,
-                "headway_behavior_kl": step.behavior_kl,
-                "headway_engine_learner_kl": step.engine_learner_kl,
-                "headway_reward_mean": step.reward_mean,
-                "headway_no_signal_groups_fraction": step.no_signal_groups / per_step,
-                "headway_truncated_fraction": step.truncated_fraction,
-                "headway_entropy": step.entropy,
-                "headway_loss": step.loss,
-                "headway_grad_norm": step.grad_norm,
-                "headway_learning_rate": step.learning_rate,
-            }
-            for name, value in gauges.items():
-                if value is not None:
-                    recorder.set(name, value)
-            for reason, value in step.masked_fraction.items():
-                recorder.set("headway_masked_fraction", value, label=reason)
             record = {
-                "version": step.version,
+                **observe_step(self.recorder, step, batch[number * per_step : (number + 1) * per_step]),
                 "time_s": round(time.monotonic() - self.started, 3),
-                **{name.removeprefix("headway_"): value for name, value in gauges.items()},
-                "masked_fraction": step.masked_fraction,
-                "lag": lags,
-                "lag_queue": queue_lags,
-                "response_tokens": step.response_lengths,
-                "trained_tokens": step.num_tokens,
                 "seconds": {stage: value / len(stats) for stage, value in seconds.items()},
                 "waited_s": waited / len(stats),
                 "queue_groups": self.room.queued_groups,
@@ -643,6 +579,7 @@ class Run:
         await self.call(self.learner.save.remote(str(draft / "learner")), "learner to save", 600)
         ledger = self.ledger.state()
         await self.call(self.queue.save.remote(str(draft / "queue.parquet")), "queue to save", 600)
+        await self._collect_metrics()
         metrics = await self.call(self.exporter.state.remote(), "metrics")
         state = {"version": self.version, "ledger": ledger, "metrics": metrics}
         _write_text(draft / "state.json", json.dumps(state))

@@ -6,11 +6,13 @@ import re
 import socket
 import subprocess
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from headway.cluster.exporter import Exporter
+from headway.core.config import Config
 from headway.core.metrics import METRICS, Recorder
 
 
@@ -112,3 +114,10 @@ def test_promtool_has_nothing_to_say() -> None:
 def test_a_metric_that_is_not_in_the_table_is_a_bug() -> None:
     with pytest.raises(KeyError):
         Recorder().inc("headway_typo_total")
+
+
+def test_the_shipped_scrape_configuration_is_valid(root: Path) -> None:
+    config = root / "deploy" / "prometheus" / "prometheus.yml"
+    done = subprocess.run(["promtool", "check", "config", config], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"localhost:{Config().metrics.port}" in config.read_text()

@@ -43,12 +43,12 @@ SMALL = [
 ]
 
 
-def headway(*arguments: str | Path, root: Path) -> list[str]:
+def headway(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-P", "-m", "headway.cluster.cli", *map(str, arguments)]
 
 
 def train(root: Path, folder: Path, *overrides: str) -> list[str]:
-    return headway("train", "configs/tiny.yaml", *SMALL, f"run.folder={folder}", *overrides, root=root)
+    return headway("train", "configs/tiny.yaml", *SMALL, f"run.folder={folder}", *overrides)
 
 
 def run(command: list[str], root: Path, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
@@ -205,6 +205,12 @@ def test_metrics_of_a_running_job_then_interrupt_and_resume(
     assert sorted(trained) == list(range(4 * (stopped_at + 4)))  # none lost, none twice
     assert sorted(set(trained.values())) == list(range(1, stopped_at + 5))
     assert (folder / "report.html").stat().st_size > 10_000
+
+    done = run(headway("eval", folder, "--limit=8", "--samples=2", "--temperature=1", "--json"), root)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["num_prompts"], sum(result["reasons"].values()), result["num_unscored"]) == (8, 16, 0)
+    assert result["mean_score"] == result["reasons"].get("correct", 0) / 16
 
 
 def lagging(folder: Path) -> str | None:
