@@ -52,6 +52,7 @@ def main() -> None:
     )
     for stage in ("fetch", "pause", "load"):
         print(f"  {stage} per engine: {statistics.median(s[stage] for s in stages[engines_wanted:]):.2f} s")
+    get([engine.shutdown.remote() for engine in engines])
     place.close()
 
 

