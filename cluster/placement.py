@@ -61,7 +61,8 @@ def connect(config: Config) -> None:
     """Starts a local Ray instance, or joins the one that the configuration names. Raises `ClusterError`."""
     _probe(config.cluster.address)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # A role without GPUs must not see any, or torch would take one that another role was given.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     common: dict[str, Any] = {
         "namespace": f"headway-{config.run.name}",
         "log_to_driver": False,
