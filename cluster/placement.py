@@ -61,8 +61,6 @@ def connect(config: Config) -> None:
     """Starts a local Ray instance, or joins the one that the configuration names. Raises `ClusterError`."""
     _probe(config.cluster.address)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # A role without GPUs must not see any, or torch would take one that another role was given.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     common: dict[str, Any] = {
         "namespace": f"headway-{config.run.name}",
         "log_to_driver": False,
@@ -194,8 +192,9 @@ class Placement:
             "scheduling_strategy": strategy,
         }
         if not need.gpus:
-            # Compute threads that spin while they wait take the cores from whoever else computes on them.
-            options["runtime_env"] = {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}}
+            # Threads that spin while they wait take the cores from whoever else computes on them. And a role without
+            # GPUs must not see any, or torch would take one that another role was given.
+            options["runtime_env"] = {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}}
         return self._remote(cls, f"{role}-{replica}", options, args)
 
     def _beside_driver(self, cls: type, role: str, concurrency: int, *args: Any) -> Any:
