@@ -209,6 +209,7 @@ class Run:
         trained step and weight update."""
         while True:
             waited = time.monotonic()
+            stage = "gate" if self.room.admits(self.gate.running) else "queue_full"
             try:
                 engine = await self.waits.until(
                     self._free_engine,
@@ -218,7 +219,7 @@ class Run:
                 )
             except Starved:
                 continue  # whether that is a fault is for the progress deadline to say
-            self.recorder.observe("headway_wait_seconds", [time.monotonic() - waited], label="gate")
+            self.recorder.observe("headway_wait_seconds", [time.monotonic() - waited], label=stage)
             assert engine.version is not None
             if self.reissue:
                 group_id = self.reissue.popleft()
