@@ -56,7 +56,6 @@ class GenerationActor:
         self._replica = replica
         self._recorder = Recorder()
         self._version: int | None = None
-        self._broken = ""
         self._updating = asyncio.Lock()
         self._serving = asyncio.Event()
         self._shared = _shared_file(config, replica)
@@ -136,7 +135,6 @@ class GenerationActor:
         self._serving.clear()
         await self._engine.pause_generation(mode="keep", clear_cache=False)
         paused = time.monotonic()
-        self._broken = f"update to version {manifest.version} did not finish"
         try:
             await self._engine.start_weight_update()
             await self._engine.update_weights(
@@ -153,7 +151,7 @@ class GenerationActor:
                 f"engine {self._replica}, version {manifest.version}: {error}"
             ) from error
         loaded = time.monotonic()
-        self._version, self._broken = manifest.version, ""
+        self._version = manifest.version
         await self._engine.resume_generation()
         self._serving.set()
         ended = time.monotonic()
@@ -179,8 +177,6 @@ class GenerationActor:
                     self._tokenizer, request.prompt, chat_template=self._config.model.chat_template
                 )
                 await self._serving.wait()
-                if self._broken:
-                    raise RolloutFailed("generation_failed", self._broken)
                 outputs = await asyncio.gather(
                     *(self._sample(request, prompt_ids, index) for index in range(request.group_size))
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +13,9 @@ from rich.markup import escape
 
 from headway.core.config import Config, dump_config, load_config
 from headway.core.errors import HeadwayError, UserError
+
+if TYPE_CHECKING:
+    from headway.cluster.run import Run
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
@@ -68,7 +71,7 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
     checkpoint = prepare_folder(config, resume=resume, overwrite=overwrite)
     # Heavy modules only now, when what can be known without them is known.
     from headway.cluster.placement import check_resources, connect
-    from headway.cluster.preflight import preflight
+    from headway.cluster.preflight import preflight, prompts_of
     from headway.cluster.progress import Progress
     from headway.cluster.report import write_report
     from headway.cluster.run import Run
@@ -76,16 +79,17 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
 
     with Progress(config, console) as progress:
         progress.say("checking model, data and golds")
-        checked = preflight(config, progress.say)
+        prompts = prompts_of(config, config.data.source, config.run.seed)
+        checked = preflight(config, prompts, progress.say)
         config = checked.config
         config.run_folder.joinpath("config.json").write_text(dump_config(config), encoding="utf-8")
-        progress.header(config, num_prompts=len(checked.prompts), model=str(checked.model_folder))
+        progress.header(config, num_prompts=len(prompts), model=str(checked.model_folder))
         connect(config)
         check_resources(config)
         run = Run(
             config=config,
             model_folder=checked.model_folder,
-            prompts=PromptStream(checked.prompts, config.run.seed),
+            prompts=PromptStream(prompts, config.run.seed),
             longest_prompt=checked.longest_prompt,
             progress=progress,
             resume_from=checkpoint,
@@ -187,11 +191,8 @@ def evaluate(
         )
 
 
-async def _until_stopped(run: object) -> bool:
+async def _until_stopped(run: Run) -> bool:
     """Executes the run; the first Ctrl-C ends it after the step in progress, the second at once."""
-    from headway.cluster.run import Run
-
-    assert isinstance(run, Run)
     task = asyncio.ensure_future(run.execute())
     interrupted = False
 

@@ -73,7 +73,7 @@ def evaluate(config: Config, model: str, *, limit: int, samples: int, temperatur
             "data": config.data.model_copy(update={"source": source}),
         }
     )
-    checked = preflight(config, lambda text: print(text, file=sys.stderr))
+    checked = preflight(config, prompts, lambda text: print(text, file=sys.stderr))
     rows = asyncio.run(_sample(checked.config, str(checked.model_folder), prompts, samples, temperature))
     scores = [row["reward"] for row in rows if row["reward"] is not None]
     by_score = sorted((row for row in rows if row["reward"] is not None), key=lambda row: row["reward"])

@@ -140,13 +140,14 @@ class Placement:
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._config = config
+        self._needs = {need.role: need for need in needs(config)}
         self._logs = folder / "logs"
         self._groups: dict[str, PlacementGroup] = {}
         self._actors: list[Any] = []
 
     def reserve(self) -> None:
         """Waits for every group's resources. Raises `ClusterError` after the placement deadline."""
-        for need in needs(self._config):
+        for need in self._needs.values():
             self._groups[need.role] = placement_group(
                 [need.bundle] * need.replicas,
                 strategy="PACK",
@@ -161,19 +162,17 @@ class Placement:
                 )
 
     def learner(self, model_folder: str) -> Any:
-        need = self._config.learner
-        return self._spawn(PolicyActor, "learner", 0, need, 1, self._config, model_folder)
+        return self._spawn(PolicyActor, "learner", 0, 1, self._config, model_folder)
 
     def engine(self, replica: int, model_folder: str) -> Any:
-        need = self._config.generation
         return self._spawn(
-            GenerationActor, "generation", replica, need, 10_000, self._config, model_folder, replica
+            GenerationActor, "generation", replica, 10_000, self._config, model_folder, replica
         )
 
     def verifier(self, replica: int) -> Any:
-        need = self._config.verifiers
-        args = (need.processes, need.timeout_s, need.memory_mib)
-        return self._spawn(VerifierWorker, "verifiers", replica, need, need.processes + 4, *args)
+        limits = self._config.verifiers
+        args = (limits.processes, limits.timeout_s, limits.memory_mib)
+        return self._spawn(VerifierWorker, "verifiers", replica, limits.processes + 4, *args)
 
     def queue(self) -> Any:
         return self._beside_driver(RolloutQueue, "queue", 10_000, ray.put, ray.get)
@@ -181,17 +180,16 @@ class Placement:
     def exporter(self) -> Any:
         return self._beside_driver(Exporter, "metrics", 4)
 
-    def _spawn(
-        self, cls: type, role: str, replica: int, need: Resources, concurrency: int, *args: Any
-    ) -> Any:
+    def _spawn(self, cls: type, role: str, replica: int, concurrency: int, *args: Any) -> Any:
+        bundle = self._needs[role].bundle
         strategy = PlacementGroupSchedulingStrategy(self._groups[role], placement_group_bundle_index=replica)
         options = {
-            "num_cpus": max(need.cpus, SMALLEST_CPU_SHARE),
-            "num_gpus": need.gpus,
+            "num_cpus": bundle["CPU"],
+            "num_gpus": bundle.get("GPU", 0),
             "max_concurrency": concurrency,
             "scheduling_strategy": strategy,
         }
-        if not need.gpus:
+        if "GPU" not in bundle:
             # Threads that spin while they wait take the cores from whoever else computes on them. And a role without
             # GPUs must not see any, or torch would take one that another role was given.
             options["runtime_env"] = {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}}

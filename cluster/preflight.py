@@ -26,7 +26,6 @@ class Checked:
     config: Config
     """With what was left open filled in."""
     model_folder: Path
-    prompts: tuple[Prompt, ...]
     longest_prompt: int
     """Tokens."""
 
@@ -46,15 +45,14 @@ def prompts_of(config: Config, source: str, seed: int) -> tuple[Prompt, ...]:
     )
 
 
-def preflight(config: Config, say: Callable[[str], None]) -> Checked:
-    """Checks model, data, golds, lengths and disk. Raises `UserError`s that say what to change.
+def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], None]) -> Checked:
+    """Checks model, golds and lengths of these prompts, and disk. Raises `UserError`s that say what to change.
 
     `say` is told what takes long.
     """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    prompts = prompts_of(config, config.data.source, config.run.seed)
     check_golds(config, prompts)
     if is_to_be_made(config.model.path):
         say(f"making model {config.model.path}, once (about a minute)")
@@ -73,7 +71,7 @@ def preflight(config: Config, say: Callable[[str], None]) -> Checked:
             update={"generation": config.generation.model_copy(update={"max_model_len": limit})}
         )
     _check_disk(config, folder)
-    return Checked(config=config, model_folder=folder, prompts=prompts, longest_prompt=longest)
+    return Checked(config=config, model_folder=folder, longest_prompt=longest)
 
 
 def check_golds(config: Config, prompts: tuple[Prompt, ...]) -> None:

@@ -19,7 +19,6 @@ from headway.core.config import Config
 from headway.core.errors import ClusterError, ConfigError
 
 LARGEST_SHIPPED_FILE = 50 << 20
-PACKAGES = ("core", "verifiers", "learner", "actors", "cluster")
 POLL_S = 1.0
 AGENT_DEADLINE_S = 60.0
 
@@ -33,8 +32,9 @@ def build_wheel(target: Path) -> Path:
         )
     with tempfile.TemporaryDirectory() as scratch:
         # A copy, so that building leaves nothing behind in the tree.
-        for name in PACKAGES:
-            shutil.copytree(root / name, Path(scratch) / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for package in (path.parent for path in root.glob("*/__init__.py")):
+            copy = Path(scratch) / package.name
+            shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             if (root / name).is_file():
                 shutil.copy(root / name, scratch)

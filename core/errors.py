@@ -3,9 +3,6 @@ reason; everything else is a bug and crashes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 
 class HeadwayError(Exception):
     """Base of every error that this project raises on purpose."""
@@ -57,14 +54,3 @@ class Starved(HeadwayError):
 
 class Closed(HeadwayError):
     """The run is shutting down; whoever waited is released with this."""
-
-
-@contextmanager
-def boundary(reason: str) -> Iterator[None]:
-    """Turns any failure inside into `RolloutFailed(reason)`, so that outside code meets one type."""
-    try:
-        yield
-    except HeadwayError:
-        raise
-    except Exception as error:
-        raise RolloutFailed(reason, f"{type(error).__name__}: {error}") from error
