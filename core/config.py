@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from headway.core.errors import ConfigError
+from headway.core.presets import PRESETS
 
 
 class Section(BaseModel):
@@ -64,6 +65,9 @@ class Data(Section):
     """Prompts of a generated task."""
     params: dict[str, Any] = {}
     """Parameters of a generated task."""
+    agents: dict[str, str] = {}
+    """Agents that answer one after another, by name, each with the template of its prompt: `{prompt}` is the task,
+    `{name}` what the agent of that name answered. Empty: a single agent, `policy`."""
 
 
 class Sampling(Section):
@@ -78,21 +82,178 @@ class Sampling(Section):
     tokens that the learner does not know."""
 
 
+Correction = Literal[
+    "is_token", "tis_token", "tis_sequence", "mis_token", "mis_sequence", "veto", "off_policy_mask"
+]
+WEIGHTS = ("is_token", "tis_token", "tis_sequence")
+"""Corrections that multiply; the others reject."""
+
+OUTCOME_GROUPS = (
+    "group",
+    "group_mean",
+    "rloo",
+    "group_batch_std",
+    "per_agent",
+    "joint_group",
+    "min_variance",
+)
+"""Advantages that compare the responses of a prompt."""
+
+
 class Algorithm(Section):
-    advantage: Literal["group", "group_mean"] = "group"
-    """`group`: (reward - mean) / std of the prompt's group (GRPO); `group_mean`: reward - mean (Dr. GRPO)."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio to the proximal policy is clipped below at 1 - clip_low."""
+    preset: str = "async_grpo"
+    """Supplies the defaults of this section (docs/algorithms.md); every key below can still be set by itself."""
+
+    overlong_penalty: float = Field(default=0.0, ge=0, lt=1)
+    """Soft punishment of long responses (DAPO): the last share of `sampling.max_new_tokens` over which the reward
+    falls linearly by up to 1; 0: off."""
+    truncated: Literal["keep", "mask", "exclude"] = "keep"
+    """Responses that the token budget cut off: trained like others; out of the loss but in the statistics of their
+    group; or out of both."""
+    reward_normalization: Literal["none", "running", "batch"] = "none"
+    """Rewards minus mean over standard deviation, of the run so far or of the step."""
+    reward_clip: float | None = Field(default=None, gt=0)
+    """Rewards are clipped to +-this after normalisation; null: off."""
+    process_rewards: bool = False
+    """Adds the `step` parts of a verdict at the ends of their steps (process reward model)."""
+
+    advantage: Literal[
+        "gae",
+        "group",
+        "group_mean",
+        "rloo",
+        "remax",
+        "reinforce",
+        "reinforce_baseline",
+        "reinforce_pp",
+        "group_batch_std",
+        "vine",
+        "per_agent",
+        "joint_group",
+        "min_variance",
+    ] = "group"
+    """Advantage estimator (docs/algorithms.md)."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per trained token, of token-level estimators."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """Bias-variance dial of `gae`: 1 is Monte Carlo, 0 is one step."""
+    branches: int = Field(default=4, ge=1)
+    """Fresh continuations per step boundary for `vine`."""
+    step_separator: str = Field(default="\n", min_length=1)
+    """A step of a response ends with this text (`vine`, process rewards)."""
+    max_steps: int = Field(default=8, ge=1)
+    """Steps per response at most; the last one takes the rest."""
+
+    ratio: Literal["token", "sequence", "sequence_token", "trajectory", "mixed"] = "token"
+    """Probability ratio to the old policy: of the token; geometric mean over the response, with its own gradient or
+    with the token's; product over the response; between token and sequence."""
+    ratio_mix: float = Field(default=0.5, ge=0, le=1)
+    """Share of the sequence log-ratio in `mixed`."""
+    objective: Literal["clip", "cispo", "masked", "none", "trpo"] = "clip"
+    """Trust region: PPO's clip; clipped weight that keeps the gradient; PPO's rule as a mask; none; natural
+    gradient."""
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(default=0.28, gt=0)
-    """The ratio to the proximal policy is clipped above at 1 + clip_high."""
-    correction: Literal["none", "tis_token"] = "tis_token"
-    """Off-policy correction of proximal against behavior policy; `tis_token`: importance weight per token,
-    truncated at `correction_cap`. An asynchronous run without one must say `none`."""
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """For negative advantages the objective is at least this times the advantage; null: off. Usual: 3."""
+    staleness_adaptive: float | None = Field(default=None, gt=0)
+    """Log importance weight (nats) beyond which the end of the clip interval that the advantage's sign selects
+    contracts; null: off."""
+    old_policy: Literal["proximal", "behavior"] = "proximal"
+    """What the ratio compares with: the learner's own policy when it took the batch up (decoupled), or the policy
+    that sampled (bypass: no second forward pass)."""
+    trust_region_kl: float = Field(default=0.01, gt=0)
+    """Largest mean KL of one `trpo` step (nats per token)."""
+    cg_iterations: int = Field(default=10, ge=1)
+    """Conjugate gradient iterations of `trpo`, a pass over the step's tokens each."""
+    cg_damping: float = Field(default=0.1, ge=0)
+    """Added to the diagonal of the Fisher matrix."""
+
+    correction: tuple[Correction, ...] = ("tis_token",)
+    """Off-policy corrections of the old against the behavior policy, in any combination. An asynchronous run without
+    one must say `none`."""
     correction_cap: float = Field(default=2.0, gt=0)
-    """Upper bound of an importance weight."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
-    """Denominator of the loss: all trained tokens of the batch, or the mean in each response, then over
-    responses."""
+    """Upper bound of a truncated importance weight."""
+    mis_token_low: float = Field(default=0.5, ge=0)
+    """`mis_token` keeps tokens with a weight from here"""
+    mis_token_high: float = Field(default=5.0, gt=0)
+    """to here."""
+    mis_sequence_mean: Literal["geometric", "product"] = "geometric"
+    """What `mis_sequence` looks at."""
+    mis_sequence_low: float = Field(default=0.5, ge=0)
+    """`mis_sequence` keeps responses with a weight from here"""
+    mis_sequence_high: float = Field(default=2.0, gt=0)
+    """to here."""
+    veto_below: float = Field(default=1e-4, gt=0)
+    """`veto` drops a response when one of its tokens has a weight below this."""
+    off_policy_delta: float = Field(default=0.1, gt=0)
+    """`off_policy_mask` drops responses with negative advantage whose mean log(behavior / current) passes this."""
+    rejected_in_denominator: bool = True
+    """Rejected tokens still count in the loss's denominator; off costs a forward pass."""
+    ess_lr: bool = False
+    """Scales the learning rate by sqrt of this step's ESS fraction over the running one of fresh batches."""
+
+    kl: Literal["none", "reward", "loss"] = "none"
+    """Where the KL to the reference goes. Needs the `reference` group."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3_plus", "unbiased"] = "k2"
+    """How it is estimated; in the loss the gradients differ (docs/algorithms.md)."""
+    kl_coef: float = Field(default=0.01, ge=0)
+    """Its weight (beta), or where the adaptive one starts."""
+    kl_target: float | None = Field(default=None, gt=0)
+    """Adapts beta towards this KL (nats per token); null: fixed."""
+    kl_horizon: int = Field(default=100, ge=1)
+    """Optimizer steps over which beta adapts."""
+    kl_stop: float | None = Field(default=None, gt=0)
+    """Once the KL from the proximal policy passes this (nats per token), the remaining steps of the batch leave the
+    weights alone; null: off."""
+    reference_refresh_steps: int = Field(default=0, ge=0)
+    """Optimizer steps after which the reference takes the policy's weights; 0: never."""
+    reference_decay: float = Field(default=0.0, ge=0, lt=1)
+    """At a refresh the reference keeps this share of its own weights (exponential moving average)."""
+
+    aggregation: Literal[
+        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "seq_mean_token_sum"
+    ] = "token_mean"
+    """Denominator of the loss: all trained tokens of the step; the mean in each response, then over responses; the sum
+    in each response over `sampling.max_new_tokens`, then the mean over responses; without that constant."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
+
+    dynamic_sampling: bool = False
+    """Groups with equal rewards are dropped when they finish and replaced by new ones."""
+    dynamic_sampling_tries: int = Field(default=10, ge=1)
+    """Batches' worth of groups that may be dropped in a row before the run ends."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        name = values.get("preset", cls.model_fields["preset"].default)
+        if name not in PRESETS:
+            near = difflib.get_close_matches(str(name), PRESETS, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"algorithm.preset={name!r} is unknown; nearest: {near}; there are {', '.join(PRESETS)}"
+            )
+        return {**PRESETS[name].choices, **values}
+
+    @field_validator("correction", mode="before")
+    @classmethod
+    def _words(cls, value: Any) -> Any:
+        """`none`, one word, or a list."""
+        if isinstance(value, str):
+            return () if value == "none" else tuple(word.strip() for word in value.split("+"))
+        return value
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl != "none"
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.advantage == "gae"
 
 
 class Lag(Section):
@@ -117,8 +278,14 @@ class Resources(Section):
 
 
 class Learner(Resources):
-    replicas: Literal[1] = 1
-    """Learner ranks."""
+    replicas: int = Field(default=1, ge=1)
+    """Learner ranks; more than one shard the model (FSDP2)."""
+    lora_rank: int = Field(default=0, ge=0)
+    """Trains a low-rank adapter of this rank on all linear layers instead of the weights; 0: off."""
+    lora_alpha: float = Field(default=32.0, gt=0)
+    """Scale of the adapter: its product is multiplied by lora_alpha / lora_rank."""
+    activation_checkpointing: bool = False
+    """Keeps only each layer's input for the backward pass and computes the rest again."""
     groups_per_step: int = Field(default=8, ge=1)
     """Prompt groups in one optimizer step."""
     steps_per_batch: int = Field(default=1, ge=1)
@@ -140,6 +307,30 @@ class Learner(Resources):
     """Size of a published weight bucket (MiB)."""
     step_deadline_s: float = Field(default=1800.0, gt=0)
     """Longest time that one optimizer step may take (seconds)."""
+
+
+class Reference(Resources):
+    cpus: float = Field(default=0.0, ge=0)
+    """CPUs per replica."""
+    replicas: int = Field(default=1, ge=1)
+    """Actors that hold the frozen reference; started only for `algorithm.kl` other than none."""
+    microbatch_tokens: int = Field(default=8192, ge=16)
+    """Padded tokens in one forward pass."""
+
+
+class Critic(Resources):
+    replicas: Literal[1] = 1
+    """The critic; started only for `algorithm.advantage=gae`."""
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """Of its own AdamW."""
+    value_clip: float | None = Field(default=0.2, gt=0)
+    """Values move at most this far from what they were at scoring; null: off."""
+    value_loss: Literal["squared", "huber"] = "squared"
+    """Loss of the values against the returns."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    microbatch_tokens: int = Field(default=4096, ge=16)
+    """Padded tokens in one forward pass."""
 
 
 class Generation(Resources):
@@ -205,6 +396,8 @@ class Config(Section):
     algorithm: Algorithm = Algorithm()
     lag: Lag = Lag()
     learner: Learner = Learner()
+    reference: Reference = Reference()
+    critic: Critic = Critic()
     generation: Generation = Generation()
     verifiers: Verifiers = Verifiers()
     queue: Queue = Queue()
@@ -228,17 +421,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if self.sampling.group_size < 2:
-            raise ValueError(
-                f"sampling.group_size={self.sampling.group_size}: algorithm.advantage={self.algorithm.advantage} "
-                "compares the responses of one prompt and needs at least 2"
-            )
-        if self.sampling.top_p < 1 and self.algorithm.correction != "none":
-            raise ValueError(
-                f"sampling.top_p={self.sampling.top_p} with algorithm.correction={self.algorithm.correction}: the "
-                "engine renormalises over the nucleus, the learner over the whole vocabulary, so every importance "
-                "weight would be wrong; set sampling.top_p=1, or algorithm.correction=none"
-            )
+        _check_algorithm(self)
         if self.run.steps % self.learner.steps_per_batch:
             raise ValueError(
                 f"run.steps={self.run.steps} is not divisible by learner.steps_per_batch="
@@ -259,6 +442,136 @@ class Config(Section):
         if self.run.name in (".", ".."):
             raise ValueError(f"run.name={self.run.name!r} is no folder name")
         return self
+
+
+def _check_algorithm(config: Config) -> None:
+    """Refuses choices that cannot work together, with the reason. Raises `ValueError`."""
+    algorithm, sampling = config.algorithm, config.sampling
+    if sampling.group_size < 2 and (algorithm.advantage in OUTCOME_GROUPS or algorithm.dynamic_sampling):
+        what = "algorithm.dynamic_sampling" if algorithm.dynamic_sampling else "algorithm.advantage"
+        value = algorithm.dynamic_sampling or algorithm.advantage
+        if algorithm.advantage in OUTCOME_GROUPS:
+            what, value = "algorithm.advantage", algorithm.advantage
+        raise ValueError(
+            f"sampling.group_size={sampling.group_size}: {what}={value} compares the responses of one prompt and "
+            "needs at least 2"
+        )
+    uses_behavior = algorithm.correction or algorithm.old_policy == "behavior"
+    if sampling.top_p < 1 and uses_behavior:
+        words = "+".join(algorithm.correction) or "none"
+        raise ValueError(
+            f"sampling.top_p={sampling.top_p} with algorithm.correction={words}, algorithm.old_policy="
+            f"{algorithm.old_policy}: the engine renormalises over the nucleus, the learner over the whole "
+            "vocabulary, so every importance weight would be wrong; set sampling.top_p=1, or "
+            "algorithm.correction=none with algorithm.old_policy=proximal"
+        )
+    weights = [word for word in algorithm.correction if word in WEIGHTS]
+    if len(weights) > 1:
+        raise ValueError(
+            f"algorithm.correction={'+'.join(algorithm.correction)}: {' and '.join(weights)} would weight the same "
+            "token twice; keep one of them"
+        )
+    if len(set(algorithm.correction)) < len(algorithm.correction):
+        raise ValueError(f"algorithm.correction={'+'.join(algorithm.correction)} names one correction twice")
+    if weights and algorithm.old_policy == "behavior":
+        raise ValueError(
+            f"algorithm.correction={weights[0]} with algorithm.old_policy=behavior: the ratio is the importance "
+            "weight already; keep only rejecting corrections (mis_token, mis_sequence, veto, off_policy_mask) or set "
+            "algorithm.old_policy=proximal"
+        )
+    if algorithm.old_policy == "behavior" and algorithm.objective in ("none", "trpo"):
+        raise ValueError(
+            f"algorithm.old_policy=behavior with algorithm.objective={algorithm.objective}, which has no ratio, "
+            "would correct nothing; set algorithm.old_policy=proximal with a correction"
+        )
+    for name in ("mis_token", "mis_sequence"):
+        low, high = getattr(algorithm, f"{name}_low"), getattr(algorithm, f"{name}_high")
+        if low >= high:
+            raise ValueError(
+                f"algorithm.{name}_low={low} must be below algorithm.{name}_high={high}, or nothing is kept"
+            )
+    if algorithm.ratio in ("sequence", "trajectory") and algorithm.advantage in (
+        "gae",
+        "reinforce",
+        "reinforce_baseline",
+        "reinforce_pp",
+        "vine",
+    ):
+        raise ValueError(
+            f"algorithm.ratio={algorithm.ratio} with algorithm.advantage={algorithm.advantage}: one ratio for the "
+            "response cannot weight advantages that differ by token; set algorithm.ratio=sequence_token or token"
+        )
+    if algorithm.kl_estimator in ("k3_plus", "unbiased") and algorithm.kl == "reward":
+        raise ValueError(
+            f"algorithm.kl_estimator={algorithm.kl_estimator} is about gradients and a reward has none; set "
+            "algorithm.kl_estimator=k1"
+        )
+    if algorithm.objective == "trpo":
+        if config.model.dtype != "float32":
+            raise ValueError(
+                f"algorithm.objective=trpo with model.dtype={config.model.dtype}: its Fisher products are small "
+                "differences that rounding would swallow; set model.dtype=float32"
+            )
+        if algorithm.kl == "loss" or algorithm.entropy_coef:
+            raise ValueError(
+                "algorithm.objective=trpo bounds the step by itself; set algorithm.kl=none (or reward) and "
+                "algorithm.entropy_coef=0"
+            )
+    if algorithm.objective == "trpo" or algorithm.advantage == "min_variance":
+        what = "objective=trpo" if algorithm.objective == "trpo" else "advantage=min_variance"
+        if config.learner.replicas > 1:
+            raise ValueError(f"algorithm.{what} runs on one learner rank; set learner.replicas=1")
+    if algorithm.advantage in ("per_agent", "joint_group") and not config.data.agents:
+        raise ValueError(
+            f"algorithm.advantage={algorithm.advantage} is for several agents, and data.agents names none; add them "
+            "(configs/solver_checker.yaml shows how) or choose algorithm.advantage=group"
+        )
+    if config.data.agents and algorithm.advantage not in ("per_agent", "joint_group"):
+        raise ValueError(
+            f"data.agents={list(config.data.agents)} with algorithm.advantage={algorithm.advantage} would compare "
+            "the rewards of different agents; choose per_agent or joint_group"
+        )
+
+
+def warnings(config: Config) -> list[str]:
+    """Choices that work but that their user most likely did not mean."""
+    algorithm = config.algorithm
+    found = []
+    if algorithm.kl == "loss" and algorithm.kl_estimator == "k1":
+        found.append(
+            "algorithm.kl_estimator=k1 in the loss has expected gradient zero: it restrains nothing; k2 has the "
+            "gradient of the KL"
+        )
+    if algorithm.kl == "loss" and algorithm.kl_estimator == "k3":
+        found.append(
+            "algorithm.kl_estimator=k3 in the loss has the gradient of the forward KL(reference || policy); k2 has "
+            "that of the KL which it estimates"
+        )
+    if algorithm.kl == "reward" and algorithm.kl_estimator in ("k2", "k3"):
+        found.append(
+            f"algorithm.kl_estimator={algorithm.kl_estimator} in the reward gives a biased gradient; k1 is unbiased"
+        )
+    corrected = algorithm.correction or algorithm.old_policy == "behavior"
+    if not corrected and config.lag.max_version_lag > 0:
+        found.append(
+            f"algorithm.correction=none with lag.max_version_lag={config.lag.max_version_lag}: nothing makes up for "
+            "the age of rollouts"
+        )
+    if algorithm.objective == "none" and config.learner.steps_per_batch > 1:
+        found.append(
+            f"algorithm.objective=none with learner.steps_per_batch={config.learner.steps_per_batch}: nothing bounds "
+            "or corrects the later steps of a batch"
+        )
+    if (
+        algorithm.ratio in ("sequence", "sequence_token")
+        and config.learner.steps_per_batch == 1
+        and algorithm.old_policy == "proximal"
+    ):
+        found.append(
+            f"algorithm.ratio={algorithm.ratio} with learner.steps_per_batch=1: the ratio to the proximal policy is "
+            "1, so the clip never acts"
+        )
+    return found
 
 
 SYNONYMS = {

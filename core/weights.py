@@ -44,6 +44,10 @@ class Manifest:
     entries: tuple[TensorEntry, ...]
     bucket_bytes: tuple[int, ...]
     """Size of each bucket."""
+    adapter_scale: float | None = None
+    """None: the entries are the weights. Else they are a low-rank adapter: for a linear weight `NAME.weight` [out, in]
+    of the model folder, `NAME.lora_A` [rank, in] and `NAME.lora_B` [out, rank], which stand for the weight plus
+    adapter_scale * lora_B @ lora_A; everything else is as in the model folder."""
 
     @property
     def num_bytes(self) -> int:

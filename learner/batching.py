@@ -1,7 +1,7 @@
 """From rollout tables to packed rows. _N: response tokens of the step, flattened; _B: responses; _T: tokens of
 a micro-batch; _M: its trained tokens.
 
-A packed row is the prompt once, then answers of its group. An answer sees the prompt and itself, and its positions
+A packed row is a prompt once, then answers to it. An answer sees the prompt and itself, and its positions
 go on from the prompt's end, so its hidden states are those it would have in a row of its own.
 """
 
@@ -19,14 +19,19 @@ from headway.core.errors import SchemaError
 from headway.core.rollouts import validate
 from headway.learner.attention import Packing, packing_of
 
+STEP_PART = "step"
+"""Name of the parts of a verdict that reward single steps, in their order."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
     """One prompt group as arrays of its own (nothing shares memory with the object store)."""
 
     rollout_ids: tuple[str, ...]
-    prompt_ids: np.ndarray
-    """[P] int64."""
+    prompts: tuple[np.ndarray, ...]
+    """[P] int64 each, all different; one unless several agents answer."""
+    prompt_index: np.ndarray
+    """[B] int64, the response's prompt in `prompts`."""
     lengths: np.ndarray
     """[B] int64, response tokens."""
     response_ids: np.ndarray
@@ -43,6 +48,18 @@ class Group:
     """[B] bool."""
     truncated: np.ndarray
     """[B] bool."""
+    agent_ids: tuple[str, ...] = ()
+    """[B]; empty: all of one agent."""
+    sample_index: np.ndarray | None = None
+    """[B] int64; responses of different agents with the same index belong to one episode."""
+    reference_logprobs: np.ndarray | None = None
+    """[N] float32 nats, from the frozen reference; None without one."""
+    values: np.ndarray | None = None
+    """[N] float32, expected reward to go before the token: the critic's, or estimated from extra rollouts."""
+    step_ends: tuple[np.ndarray, ...] = ()
+    """[B] arrays of int64: after how many tokens each step of the response ends, ascending; empty: not split."""
+    step_rewards: tuple[np.ndarray, ...] = ()
+    """[B] arrays of float32, one per step (process rewards); empty arrays where there are none."""
 
 
 def unpack(table: pa.Table) -> Group:
@@ -53,21 +70,16 @@ def unpack(table: pa.Table) -> Group:
     group_ids = table.column("group_id").unique().to_pylist()
     if len(group_ids) != 1:
         raise SchemaError(f"one table must hold one group, this one holds groups {group_ids}")
-    num_rows = table.num_rows
-    prompt_lengths = _lengths(table, "prompt_ids")
-    prompts = _flat(table, "prompt_ids", np.int64)
-    if prompt_lengths[0] == 0:
+    prompts, prompt_index = _distinct(table.column("prompt_ids").to_pylist())
+    if any(len(prompt) == 0 for prompt in prompts):
         raise SchemaError(f"group {group_ids[0]} has an empty prompt: nothing predicts its first token")
-    if (prompt_lengths != prompt_lengths[0]).any() or (
-        prompts.reshape(num_rows, -1) != prompts[: prompt_lengths[0]]
-    ).any():
-        raise SchemaError(f"the rows of group {group_ids[0]} differ in their prompt")
     spans = table.column("version_spans").combine_chunks().flatten()
     start, end, version = (child.to_numpy(zero_copy_only=False) for child in spans.flatten())
     reward = table.column("reward")
     return Group(
         rollout_ids=tuple(table.column("rollout_id").to_pylist()),
-        prompt_ids=prompts[: prompt_lengths[0]].copy(),
+        prompts=prompts,
+        prompt_index=prompt_index,
         lengths=_lengths(table, "response_ids"),
         response_ids=_flat(table, "response_ids", np.int64),
         loss_mask=_flat(table, "loss_mask", np.bool_),
@@ -76,7 +88,35 @@ def unpack(table: pa.Table) -> Group:
         rewards=np.array(reward.cast(pa.float32()).to_numpy(), dtype=np.float32),
         scored=np.array(reward.is_valid().to_numpy(), dtype=np.bool_),
         truncated=np.array(table.column("truncated").to_numpy(), dtype=np.bool_),
+        agent_ids=tuple(table.column("agent_id").to_pylist()),
+        sample_index=np.array(table.column("sample_index").to_numpy(), dtype=np.int64),
+        reference_logprobs=_per_token(table, "reference_logprobs"),
+        values=_per_token(table, "values"),
+        step_ends=tuple(
+            np.array(ends or [], dtype=np.int64) for ends in table.column("step_ends").to_pylist()
+        ),
+        step_rewards=tuple(
+            np.array([part["value"] for part in parts or [] if part["name"] == STEP_PART], dtype=np.float32)
+            for parts in table.column("reward_parts").to_pylist()
+        ),
     )
+
+
+def _distinct(prompts: list[list[int]]) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """The different prompts in order of appearance, and each row's place among them."""
+    places: dict[tuple[int, ...], int] = {}
+    index = [places.setdefault(tuple(prompt), len(places)) for prompt in prompts]
+    return tuple(np.array(prompt, dtype=np.int64) for prompt in places), np.array(index, dtype=np.int64)
+
+
+def _per_token(table: pa.Table, name: str) -> np.ndarray | None:
+    """A column that a stage fills in, or None where it has not. Raises `SchemaError` when it does not fit."""
+    column = table.column(name)
+    if column.null_count == len(column):
+        return None
+    if column.null_count or (_lengths(table, name) != _lengths(table, "response_ids")).any():
+        raise SchemaError(f"{name!r} and 'response_ids' differ in length")
+    return _flat(table, name, np.float32)
 
 
 def _lengths(table: pa.Table, name: str) -> np.ndarray:
@@ -174,22 +214,25 @@ def _with_offsets(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
 
 
 def _rows(group: Group, first: int, trained_N: np.ndarray, microbatch_tokens: int) -> Iterator[_Row]:
-    """Cuts a group that does not fit into rows that do, each with its own copy of the prompt."""
-    answers: list[_Answer] = []
-    length = len(group.prompt_ids)
-    start = 0
-    for tokens in group.lengths.tolist():
-        trained = np.flatnonzero(trained_N[first + start : first + start + tokens])
-        if len(trained):
-            answer = _Answer(first + start, group.response_ids[start : start + tokens], trained)
+    """Each prompt with its answers, cut where they do not fit into rows that do, each with its own copy of the
+    prompt."""
+    starts = first + np.cumsum(group.lengths) - group.lengths
+    for number, prompt_ids in enumerate(group.prompts):
+        answers: list[_Answer] = []
+        length = len(prompt_ids)
+        for row in np.flatnonzero(group.prompt_index == number):
+            start, tokens = int(starts[row]), int(group.lengths[row])
+            trained = np.flatnonzero(trained_N[start : start + tokens])
+            if len(trained) == 0:
+                continue
+            answer = _Answer(start, group.response_ids[start - first : start - first + tokens], trained)
             if answers and length + answer.num_inputs > microbatch_tokens:
-                yield _Row(group.prompt_ids, tuple(answers))
-                answers, length = [], len(group.prompt_ids)
+                yield _Row(prompt_ids, tuple(answers))
+                answers, length = [], len(prompt_ids)
             answers.append(answer)
             length += answer.num_inputs
-        start += tokens
-    if answers:
-        yield _Row(group.prompt_ids, tuple(answers))
+        if answers:
+            yield _Row(prompt_ids, tuple(answers))
 
 
 def _micro_batch(rows: Sequence[_Row]) -> MicroBatch:

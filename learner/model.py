@@ -112,7 +112,8 @@ def _packing_error(policy: PolicyModel) -> float:
     prompt, answers = [3, 1, 2], [[2, 3, 1], [1, 1, 3]]
     group = Group(
         rollout_ids=("a", "b"),
-        prompt_ids=np.array(prompt),
+        prompts=(np.array(prompt),),
+        prompt_index=np.zeros(2, dtype=np.int64),
         lengths=np.array([3, 3]),
         response_ids=np.array(answers).flatten(),
         loss_mask=np.ones(6, dtype=np.bool_),

@@ -50,7 +50,8 @@ def _group(demonstration: Demonstration) -> Group:
     num_tokens = int(lengths.sum())
     return Group(
         rollout_ids=("",) * len(lengths),
-        prompt_ids=np.array(demonstration.prompt_ids, dtype=np.int64),
+        prompts=(np.array(demonstration.prompt_ids, dtype=np.int64),),
+        prompt_index=np.zeros(len(lengths), dtype=np.int64),
         lengths=lengths,
         response_ids=np.concatenate([np.array(answer, dtype=np.int64) for answer in demonstration.answers]),
         loss_mask=np.ones(num_tokens, dtype=np.bool_),
