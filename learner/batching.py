@@ -71,6 +71,8 @@ def unpack(table: pa.Table) -> Group:
     if len(group_ids) != 1:
         raise SchemaError(f"one table must hold one group, this one holds groups {group_ids}")
     prompts, prompt_index = _distinct(table.column("prompt_ids").to_pylist())
+    if len(prompts) > 1 and len(table.column("agent_id").unique()) == 1:
+        raise SchemaError(f"the rows of group {group_ids[0]} differ in their prompt, but are of one agent")
     if any(len(prompt) == 0 for prompt in prompts):
         raise SchemaError(f"group {group_ids[0]} has an empty prompt: nothing predicts its first token")
     spans = table.column("version_spans").combine_chunks().flatten()

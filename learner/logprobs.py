@@ -13,16 +13,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 BLOCK_ELEMENTS = 1 << 22
 """Elements of one block of logits (16 MiB in float32)."""
+
+LEAST_LOG = -1000.0
+"""What a log-probability is raised to before its product with the probability, which is 0 there: 0 * -inf would be
+NaN."""
 
 
 class TokenLogprobs(NamedTuple):
     logprobs: Tensor
     """[N] float32, at most 0, with gradient."""
     entropy: Tensor
-    """[N] float32, of the whole next-token distribution (nats), without gradient."""
+    """[N] float32, of the whole next-token distribution (nats), with gradient."""
 
 
 def token_logprobs(
@@ -36,7 +41,9 @@ def token_logprobs(
     """log softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy.
 
     The matrix products run in the dtype of `hidden_NH`; logits are float32 (float64 for float64 input) before
-    anything else happens to them. Gradients reach `hidden_NH`, `weight_VH` and `bias_V`.
+    anything else happens to them. Gradients of both results reach `hidden_NH`, `weight_VH` and `bias_V`; a result
+    that the loss leaves out costs its backward pass nothing. There are no second derivatives: asking for them raises
+    `RuntimeError`. A bias of -inf bans its token: entropy and gradients stay finite.
     """
     logprobs, entropy = _TokenLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature)  # type: ignore[misc]
     return TokenLogprobs(logprobs, entropy)
@@ -84,22 +91,23 @@ class _TokenLogprobs(torch.autograd.Function):
             shift_N = max_N - new_max_N
             scale_N = shift_N.exp()
             logits_NK -= new_max_N[:, None]
-            logits_NK.clamp_(min=-1000.0)  # exp() is 0 there, and 0 * -inf would be NaN
+            logits_NK.clamp_(min=LEAST_LOG)
             exp_NK = logits_NK.exp()
             moment_N = scale_N * (moment_N + shift_N * sum_N) + torch.einsum("nk,nk->n", exp_NK, logits_NK)
             sum_N = scale_N * sum_N + exp_NK.sum(dim=1)
             max_N = new_max_N
         normalizer_N = max_N + sum_N.log()
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, normalizer_N)
-        ctx.temperature = temperature
         entropy_N = sum_N.log() - moment_N / sum_N
-        ctx.mark_non_differentiable(entropy_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, normalizer_N, entropy_N)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)  # an unused result has gradient None, not zeros
         return target_N - normalizer_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, targets_N, normalizer_N = ctx.saved_tensors
-        grad_N = grad_outputs[0] / ctx.temperature
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
+        of_logprob_N, of_entropy_N = (None if g is None else g / ctx.temperature for g in grad_outputs)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=normalizer_N.dtype)
         grad_weight_VH = torch.empty_like(weight_VH) if needs_weight else None
@@ -108,10 +116,12 @@ class _TokenLogprobs(torch.autograd.Function):
             weight_KH = weight_VH[start:end].to(hidden_NH.dtype)
             bias_K = None if bias_V is None else bias_V[start:end]
             logits_NK = _logits(hidden_NH, weight_KH, bias_K, ctx.temperature)
-            # d logprob / d logit = [is target] - softmax
-            grad_logits_NK = logits_NK.sub_(normalizer_N[:, None]).exp_().mul_(-grad_N[:, None])
-            rows = ((targets_N >= start) & (targets_N < end)).nonzero().squeeze(1)
-            grad_logits_NK[rows, targets_N[rows] - start] += grad_N[rows]
+            grad_logits_NK = _softmax_part(
+                logits_NK.sub_(normalizer_N[:, None]), entropy_N, of_logprob_N, of_entropy_N
+            )
+            if of_logprob_N is not None:
+                rows = ((targets_N >= start) & (targets_N < end)).nonzero().squeeze(1)
+                grad_logits_NK[rows, targets_N[rows] - start] += of_logprob_N[rows]
             if grad_bias_V is not None:
                 grad_bias_V[start:end] = grad_logits_NK.sum(dim=0)
             grad_logits_NK = grad_logits_NK.to(hidden_NH.dtype)
@@ -126,3 +136,19 @@ class _TokenLogprobs(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _softmax_part(
+    log_p_NK: Tensor, entropy_N: Tensor, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None
+) -> Tensor:
+    """[N, K] gradient of the logits, in place of `log_p_NK`, but for the 1 at the target:
+
+    d log p_target / d logit_v = [v is target] - p_v, and d entropy / d logit_v = -p_v (log p_v + entropy).
+    """
+    if of_entropy_N is None:
+        assert of_logprob_N is not None
+        return log_p_NK.exp_().mul_(-of_logprob_N[:, None])
+    p_NK = log_p_NK.exp()
+    offset_N = of_entropy_N * entropy_N if of_logprob_N is None else of_entropy_N * entropy_N + of_logprob_N
+    factor_NK = log_p_NK.clamp_(min=LEAST_LOG).mul_(of_entropy_N[:, None]).add_(offset_N[:, None])
+    return factor_NK.mul_(p_NK).neg_()

@@ -45,7 +45,9 @@ def test_unpack_by_hand() -> None:
         )
     )
     assert group.rollout_ids == ("0/0", "0/1", "0/2")
-    assert group.prompt_ids.tolist() == [7, 8, 9]
+    assert [prompt.tolist() for prompt in group.prompts] == [[7, 8, 9]]
+    assert group.prompt_index.tolist() == [0, 0, 0]
+    assert group.reference_logprobs is None and group.values is None
     assert group.lengths.tolist() == [3, 0, 1]
     assert group.response_ids.tolist() == [10, 11, 12, 13]
     assert group.loss_mask.tolist() == [True, False, True, True]
@@ -60,7 +62,7 @@ def test_nothing_shares_memory_with_the_table() -> None:
     table = build([row(0, [10, 11], reward=1.0), row(1, [12], reward=0.0)])
     group = unpack(table)
     for name in (
-        "prompt_ids",
+        "prompt_index",
         "response_ids",
         "loss_mask",
         "behavior_logprobs",
@@ -73,6 +75,46 @@ def test_nothing_shares_memory_with_the_table() -> None:
         array[...] = 1  # an array over Arrow's memory would be read-only
     assert table.column("response_ids").to_pylist() == [[10, 11], [12]]
     assert table.column("reward").to_pylist() == [1.0, 0.0]
+
+
+def test_columns_of_later_stages() -> None:
+    rows = [
+        row(0, [10, 11], reference_logprobs=[-1.0, -2.0], values=[0.5, 0.25], step_ends=[1, 2]),
+        row(1, [12], reference_logprobs=[-3.0], values=[0.0], step_ends=[1]),
+    ]
+    rows[0]["reward_parts"] = [
+        {"name": "format", "value": 9.0},
+        {"name": "step", "value": 0.5},
+        {"name": "step", "value": -0.5},
+    ]
+    group = unpack(build(rows))
+    assert group.reference_logprobs is not None and group.reference_logprobs.tolist() == [-1.0, -2.0, -3.0]
+    assert group.values is not None and group.values.tolist() == [0.5, 0.25, 0.0]
+    assert [ends.tolist() for ends in group.step_ends] == [[1, 2], [1]]
+    assert [rewards.tolist() for rewards in group.step_rewards] == [[0.5, -0.5], []]
+    with pytest.raises(SchemaError, match="'values' and 'response_ids' differ in length"):
+        unpack(build([row(0, [10, 11], values=[0.5])]))
+    with pytest.raises(SchemaError, match="'values' and 'response_ids' differ in length"):
+        unpack(build([row(0, [10], values=[0.5]), row(1, [10])]))
+
+
+def test_agents_with_prompts_of_their_own() -> None:
+    group = unpack(
+        build(
+            [
+                row(0, [10, 11], agent_id="solver"),
+                row(0, [12, 13], agent_id="checker", prompt=[5, 10, 11]),
+                row(1, [14], agent_id="solver"),
+            ]
+        )
+    )
+    assert [prompt.tolist() for prompt in group.prompts] == [[7, 8, 9], [5, 10, 11]]
+    assert group.prompt_index.tolist() == [0, 1, 0]
+    assert group.agent_ids == ("solver", "checker", "solver")
+    (batch,) = pack([group], np.ones(5, dtype=np.bool_), microbatch_tokens=64)
+    assert sorted(batch.token_index.tolist()) == [0, 1, 2, 3, 4]
+    assert batch.targets[batch.token_index.argsort()].tolist() == [10, 11, 12, 13, 14]
+    assert sorted(batch.packing.prompt_lengths) == [3, 3]
 
 
 def test_chunks_and_slices_hold_their_own_rows_only() -> None:
