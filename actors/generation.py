@@ -10,13 +10,16 @@ import hashlib
 import json
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
+from headway.actors.generation_rows import GroupRequest, GroupSampler, Sample, SampleRequest, all_of
 from headway.core import rollouts
 from headway.core.config import Config
 from headway.core.errors import ConfigError, DataError, EngineDead, RolloutFailed, WeightUpdateFailed
@@ -28,19 +31,6 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
     from headway.actors.generation_transport import WireEntry
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupRequest:
-    """One prompt to sample a group of responses for."""
-
-    group_id: int
-    prompt: Prompt
-    group_size: int
-    temperature: float
-    top_p: float
-    max_new_tokens: int
-    deadline_s: float
 
 
 class GenerationActor:
@@ -59,6 +49,7 @@ class GenerationActor:
         self._updating = asyncio.Lock()
         self._serving = asyncio.Event()
         self._shared = _shared_file(config, replica)
+        self._request_numbers = count()
 
     async def start(self) -> None:
         """Starts the engine on the model folder. It serves nothing before the first `update_weights`."""
@@ -138,11 +129,18 @@ class GenerationActor:
         try:
             await self._engine.start_weight_update()
             await self._engine.update_weights(
-                WeightTransferUpdateRequest(update_info={"path": path, "entries": entries})
+                WeightTransferUpdateRequest(
+                    update_info={"path": path, "entries": entries, "adapter_scale": manifest.adapter_scale}
+                )
             )
             await self._engine.finish_weight_update()
-            for digests in await self._engine.collective_rpc("live_digests", args=(entries,)):
-                _compare(digests, manifest, "live", expected=1)
+            if manifest.adapter_scale is None:
+                for digests in await self._engine.collective_rpc("live_digests", args=(entries,)):
+                    _compare(digests, manifest, "live", expected=1)
+            else:
+                await self._engine.collective_rpc(
+                    "probe_adapter", args=(path, entries, manifest.adapter_scale)
+                )
             await self._engine.update_weight_version(str(manifest.version))
         except WeightUpdateFailed:
             raise
@@ -167,35 +165,54 @@ class GenerationActor:
         return seconds
 
     async def generate(self, request: GroupRequest) -> pa.Table:
-        """Samples one group. Raises `RolloutFailed` when the engine cannot, or not in `deadline_s`."""
+        """Samples one group. Raises `RolloutFailed` when the engine cannot, or not in `deadline_s`.
+
+        The rows are those of `GroupSampler`; extra ones among them must be folded (`extra_rollouts.fold`) before the
+        table is trained on.
+        """
+        started = time.time()
+        sampler = GroupSampler(
+            request=request,
+            run_seed=self._config.run.seed,
+            sample=self.sample,
+            encode=self._encode,
+            decode=self._decode,
+            special_tokens=self._tokenizer.all_special_tokens,
+        )
+        async with self._within(request.deadline_s, f"group {request.group_id}"):
+            rows = await sampler.rows()
+        timing = {"started": started, "finished": time.time(), "scored": None}
+        return rollouts.build({**row, "timing": timing} for row in rows)
+
+    async def sample(self, request: SampleRequest) -> list[Sample]:
+        """One continuation of the prefix per seed, in order. Raises `RolloutFailed` when prefix and budget do not fit
+        the engine, when it fails, or when it passes `deadline_s`."""
+        limit = self._config.generation.max_model_len
+        needed = len(request.prefix_ids) + request.max_new_tokens
+        if limit is not None and needed > limit:
+            raise RolloutFailed(
+                "generation_failed",
+                f"{request.name}: a prompt of {len(request.prefix_ids)} tokens and {request.max_new_tokens} new ones "
+                f"do not fit generation.max_model_len={limit}; set it to at least {needed}",
+            )
+        async with self._within(request.deadline_s, request.name):
+            samples = await all_of(self._continue(request, seed) for seed in request.seeds)
+        self._recorder.inc("headway_generation_tokens_total", sum(len(sample.ids) for sample in samples))
+        return samples
+
+    @asynccontextmanager
+    async def _within(self, deadline_s: float, what: str) -> AsyncIterator[None]:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        started = time.time()
         try:
-            async with asyncio.timeout(request.deadline_s):
-                prompt_ids = encode(
-                    self._tokenizer, request.prompt, chat_template=self._config.model.chat_template
-                )
-                await self._serving.wait()
-                outputs = await asyncio.gather(
-                    *(self._sample(request, prompt_ids, index) for index in range(request.group_size))
-                )
+            async with asyncio.timeout(deadline_s):
+                yield
         except TimeoutError:
-            raise RolloutFailed(
-                "straggler", f"group {request.group_id} passed {request.deadline_s:.0f} s"
-            ) from None
+            raise RolloutFailed("straggler", f"{what} passed {deadline_s:.0f} s") from None
         except EngineDeadError as error:
             raise EngineDead(f"engine {self._replica}") from error
-        finished = time.time()
-        self._recorder.inc(
-            "headway_generation_tokens_total", sum(len(output.token_ids) for output in outputs)
-        )
-        return rollouts.build(
-            self._row(request, prompt_ids, index, output, started, finished)
-            for index, output in enumerate(outputs)
-        )
 
-    async def _sample(self, request: GroupRequest, prompt_ids: list[int], index: int) -> CompletionOutput:
+    async def _continue(self, request: SampleRequest, seed: int) -> Sample:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -203,56 +220,40 @@ class GenerationActor:
             temperature=request.temperature,
             top_p=request.top_p,
             max_tokens=request.max_new_tokens,
-            seed=_seed(self._config.run.seed, request.group_id, index),
+            seed=seed,
             stop_token_ids=self._eos_ids,
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = {"prompt_token_ids": prompt_ids, "cache_salt": f"v{self._version}"}
-        # The attempt makes the id unique when a group is issued again to the same engine.
-        request_id = f"{request.group_id}-{index}-{time.monotonic_ns()}"
+        await self._serving.wait()
+        prompt = {"prompt_token_ids": list(request.prefix_ids), "cache_salt": f"v{self._version}"}
         final = None
-        async for output in self._engine.generate(prompt, params, request_id):  # type: ignore[arg-type]
+        async for output in self._engine.generate(prompt, params, str(next(self._request_numbers))):  # type: ignore[arg-type]
             final = output
         if final is None or not final.outputs[0].token_ids:
-            raise RolloutFailed(
-                "generation_failed", f"group {request.group_id}: the engine returned no tokens"
-            )
-        return final.outputs[0]
-
-    def _row(
-        self,
-        request: GroupRequest,
-        prompt_ids: list[int],
-        index: int,
-        output: CompletionOutput,
-        started: float,
-        finished: float,
-    ) -> dict[str, Any]:
+            raise RolloutFailed("generation_failed", f"{request.name}: the engine returned no tokens")
+        output = final.outputs[0]
         ids = list(output.token_ids)
         stopped = ids[-1] in self._eos_ids
-        return {
-            "rollout_id": f"{request.group_id}/{index}",
-            "group_id": request.group_id,
-            "prompt_id": request.prompt.prompt_id,
-            "sample_index": index,
-            "agent_id": "policy",
-            "prompt_ids": prompt_ids,
-            "response_ids": ids,
-            "loss_mask": [1] * len(ids),
-            "behavior_logprobs": _sampled_logprobs(output, ids),
-            "version_spans": [
+        return Sample(
+            ids=ids,
+            logprobs=_sampled_logprobs(output, ids),
+            version_spans=[
                 {"start": span.start, "end": span.end, "version": int(span.version)}
                 for span in output.weight_versions or ()
                 if span.end > span.start
             ],
-            "finish_reason": "stop" if stopped else (output.finish_reason or "abort"),
+            finish_reason="stop" if stopped else (output.finish_reason or "abort"),
             # Decided here and not by the engine's word: the budget ended it, whatever it was doing.
-            "truncated": len(ids) >= request.max_new_tokens and not stopped,
-            "text": self._tokenizer.decode(ids, skip_special_tokens=True),
-            "timing": {"started": started, "finished": finished, "scored": None},
-        }
+            truncated=len(ids) >= request.max_new_tokens and not stopped,
+        )
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return encode(self._tokenizer, prompt, chat_template=self._config.model.chat_template)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     async def version(self) -> int | None:
         """Version that new requests are sampled under; None before the first update."""
@@ -366,8 +367,3 @@ def _sampled_logprobs(output: CompletionOutput, ids: list[int]) -> list[float]:
         entry = candidates.get(token) if candidates else None
         values.append(entry.logprob if entry is not None else float("nan"))
     return values
-
-
-def _seed(run_seed: int, group_id: int, index: int) -> int:
-    """The same response for the same group, however often and wherever it is issued."""
-    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{group_id}/{index}".encode(), digest_size=7).digest())

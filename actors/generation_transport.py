@@ -4,28 +4,38 @@ The actor lays the buckets of one version end to end in a shared-memory file. Ea
 order: digests every tensor as it arrived (`WeightReader.arrived_digests`), loads them through this transport, and
 digests the parameters that it now serves with (`WeightReader.live_digests`). Only then may the version be tagged.
 
+Of a low-rank adapter only its own tensors travel. The worker adds their product to the weights of the model folder
+and loads the sums like any other weights: no request has to name an adapter, and running requests go on as after a
+full update. What it then serves with is read back by `WeightReader.probe_adapter`.
+
 vLLM's worker processes are no Ray workers: this module reaches them as an entry point of the group
 `vllm.general_plugins`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from headway.core.errors import WeightUpdateFailed
 from headway.core.weights import digest
 
 BACKEND = "headway_shared_memory"
@@ -33,6 +43,11 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 WireEntry = tuple[str, str, tuple[int, ...], int, int]
 """(name, dtype, shape, first byte in the file, number of bytes): plain values, for vLLM's serialiser."""
+
+PROBE_ROWS = 64
+PROBE_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-4, torch.float16: 5e-5}
+"""Largest relative difference (of norms) between two products by one kernel with equal weights. They are normally
+equal to the bit; this much is left to a kernel that adds up in another order."""
 
 
 def register() -> None:
@@ -52,6 +67,8 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
     """The shared-memory file with the whole version."""
     entries: list[Any]
     """`WireEntry` of each tensor."""
+    adapter_scale: float | None
+    """As in `Manifest`: None for weights, else the scale of the adapter that the entries are."""
 
 
 class SharedMemoryTransport(WeightTransferEngine[NoInitInfo, SharedMemoryUpdateInfo]):
@@ -67,6 +84,12 @@ class SharedMemoryTransport(WeightTransferEngine[NoInitInfo, SharedMemoryUpdateI
         # CPU kernels repack linear weights after loading; the layerwise reload gives each layer its checkpoint
         # layout back, loads it, and repacks.
         initialize_layerwise_reload(self.model)
+        # An update that broke off left what it had loaded of a layer; counted again, the layer would be taken for
+        # complete too early.
+        for module in self.model.modules():
+            info = get_layerwise_info(module)
+            info.loaded_weights.clear()
+            info.load_numel = 0
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class then synchronises an accelerator, which a CPU does not have.
@@ -76,7 +99,12 @@ class SharedMemoryTransport(WeightTransferEngine[NoInitInfo, SharedMemoryUpdateI
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         model: Any = self.model  # every vLLM model has `load_weights`; torch's type does not say so
-        model.load_weights(weights=_tensors(update_info.path, update_info.entries))
+        tensors = _tensors(update_info.path, update_info.entries)
+        if update_info.adapter_scale is not None:
+            folder, dtype = self.model_config.model, self.model_config.dtype
+            adapter = _Adapter(folder, dict(tensors), update_info.adapter_scale)
+            tensors = adapter.merged_model(dtype, self.device)
+        model.load_weights(weights=tensors)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -114,6 +142,110 @@ class WeightReader:
             raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
             digests[name] = digest(raw.reshape(-1).data)
         return digests
+
+    @torch.inference_mode()
+    def probe_adapter(self, path: str, entries: list[WireEntry], scale: float) -> tuple[str, float]:
+        """Proves that an adapted weight is live: the model's own layer gives, on a fixed input, what a new layer
+        made from the merged weight gives with the same kernel. Returns the weight's name and the relative
+        difference of the two.
+
+        The weight is the one with the strongest adapter among those that vLLM holds under their checkpoint name
+        (its kernels fuse q, k, v and gate, up; the output and down projections stay). A tensor-parallel worker
+        checks its own slice. Raises `WeightUpdateFailed`.
+        """
+        worker: Any = self
+        device, dtype = worker.device, worker.model_config.dtype
+        adapter = _Adapter(worker.model_config.model, dict(_tensors(path, entries)), scale)
+        layers = {
+            f"{name}.weight": module
+            for name, module in worker.model_runner.get_model().named_modules()
+            if isinstance(module, RowParallelLinear)
+            and isinstance(module.quant_method, UnquantizedLinearMethod)
+        }
+        candidates = [name for name in adapter.factors if name in layers]
+        if not candidates:
+            raise WeightUpdateFailed(
+                f"none of the {len(adapter.factors)} adapted weights can be read back from the engine"
+            )
+        name = max(candidates, key=adapter.strength)
+        layer, merged = layers[name], adapter.merged(name, dtype, device)
+        noise = torch.randn(
+            PROBE_ROWS, merged.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float32
+        ).to(device, dtype)
+        first = layer.tp_rank * layer.input_size_per_partition
+        mine = slice(first, first + layer.input_size_per_partition)
+        inputs = noise[:, mine].contiguous()
+        twin = torch.nn.Module()
+        twin.weight = torch.nn.Parameter(merged[:, mine].contiguous(), requires_grad=False)
+        layer.quant_method.process_weights_after_loading(twin)
+        live, expected = (layer.quant_method.apply(each, inputs, None).float() for each in (layer, twin))
+        difference = float((live - expected).norm() / expected.norm())
+        if not difference <= PROBE_TOLERANCE[dtype]:  # also when it is NaN
+            raise WeightUpdateFailed(
+                f"the engine does not serve the adapter: {name} gives outputs that differ by {difference:.1e} "
+                f"(relative; at most {PROBE_TOLERANCE[dtype]:.0e} expected)"
+            )
+        return name, difference
+
+
+class _Adapter:
+    """A low-rank adapter beside the model folder whose weights it adapts.
+
+    Raises `WeightUpdateFailed` for a tensor that belongs to no weight of the folder, lacks its partner, or does not
+    fit in shape.
+    """
+
+    def __init__(self, folder: str, tensors: dict[str, torch.Tensor], scale: float) -> None:
+        self._files = _open(Path(folder))
+        self._scale = scale
+        self.factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """lora_A [rank, in] and lora_B [out, rank] by the name of the adapted weight [out, in]."""
+        for name in tensors:
+            layer, _, factor = name.rpartition(".")
+            weight, a, b = f"{layer}.weight", f"{layer}.lora_A", f"{layer}.lora_B"
+            if factor not in ("lora_A", "lora_B"):
+                raise WeightUpdateFailed(f"{name} is no tensor of an adapter")
+            if weight not in self._files:
+                raise WeightUpdateFailed(f"{name}: the model folder {folder} has no {weight} to adapt")
+            if not (a in tensors and b in tensors):
+                raise WeightUpdateFailed(f"{name} came without {b if factor == 'lora_A' else a}")
+            lora_a, lora_b = tensors[a], tensors[b]
+            shape = tuple(self._files[weight].get_slice(weight).get_shape())
+            if lora_b.shape[1:] != lora_a.shape[:1] or (*lora_b.shape[:1], *lora_a.shape[1:]) != shape:
+                raise WeightUpdateFailed(
+                    f"{a} {tuple(lora_a.shape)} and {b} {tuple(lora_b.shape)} do not fit {weight} {shape}"
+                )
+            self.factors[weight] = lora_a, lora_b
+
+    def strength(self, name: str) -> float:
+        """An upper bound of the norm of the weight's change, up to the scale."""
+        lora_a, lora_b = self.factors[name]
+        return float(lora_a.norm() * lora_b.norm())
+
+    def merged(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Weight `name` as the engine should hold it, [out, in]: summed in float32, rounded once."""
+        lora_a, lora_b = (factor.to(device, torch.float32) for factor in self.factors[name])
+        base = self._files[name].get_tensor(name).to(device, torch.float32)
+        return torch.addmm(base, lora_b, lora_a, alpha=self._scale).to(dtype)
+
+    def merged_model(self, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the folder, one after the other, the adapted ones merged."""
+        for name, file in self._files.items():
+            if name in self.factors:
+                yield name, self.merged(name, dtype, device)
+            else:
+                yield name, file.get_tensor(name).to(dtype)
+
+
+def _open(folder: Path) -> dict[str, Any]:
+    """The opened (memory-mapped) safetensors file of each tensor of a model folder."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        where: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        files = {name: safe_open(folder / name, framework="pt") for name in sorted(set(where.values()))}
+        return {name: files[file] for name, file in where.items()}
+    opened = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
+    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
 
 def _map(path: str) -> np.ndarray:

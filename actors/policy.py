@@ -1,5 +1,5 @@
 """The policy's learner as an actor: trains on rollout tables, publishes weights, saves and loads its part of a
-checkpoint. One method at a time."""
+checkpoint. Several of them, one per rank, share a model. One method at a time."""
 
 from __future__ import annotations
 
@@ -12,35 +12,51 @@ import torch
 
 from headway.core.config import Config
 from headway.core.weights import Manifest
-from headway.learner.publish import buffers, export, layout_of
+from headway.learner.publish import buffers, contribute, export, layout_of
+from headway.learner.sharding import alone, free_address, join
 from headway.learner.stats import StepStats
 from headway.learner.trainer import Trainer
 
 
 class PolicyActor:
-    """A plain class; whoever runs it decides where."""
+    """A plain class; whoever runs it decides where. `start` must have returned before anything else is called."""
 
     def __init__(self, config: Config, model_folder: str) -> None:
         torch.set_num_threads(config.learner.threads or os.cpu_count() or 1)
         torch.manual_seed(config.run.seed)
-        self._trainer = Trainer(config, Path(model_folder))
-        self._layout = layout_of(self._trainer.model, config.model.dtype, config.learner.bucket_mib * 2**20)
-        self._buckets = buffers(self._layout)
+        self._config = config
+        self._model_folder = Path(model_folder)
 
-    def num_buckets(self) -> int:
-        """Buckets of every published version."""
+    def address(self) -> str:
+        """Where the ranks may meet, if this is rank 0."""
+        return free_address()
+
+    def start(self, rank: int, size: int, address: str, deadline_s: float) -> int:
+        """Joins the other ranks and loads the model. Returns the number of buckets of every published version."""
+        ranks = alone if size == 1 else join(address, rank, size, deadline_s)
+        config = self._config
+        self._trainer = Trainer(config, self._model_folder, ranks)
+        self._layout = layout_of(self._trainer.model, config.model.dtype, config.learner.bucket_mib * 2**20)
+        self._rank = rank
+        self._no_buckets = [np.zeros(0, dtype=np.uint8) for _ in self._layout.bucket_bytes]
+        self._buckets = buffers(self._layout) if rank == 0 else self._no_buckets
         return len(self._layout.bucket_bytes)
 
-    def train(self, version: int, *tables: pa.Table) -> list[StepStats]:
-        """`steps_per_batch` optimizer steps from `version` on; one table per group."""
+    def train(self, version: int, *tables: pa.Table) -> tuple[list[StepStats], pa.Table]:
+        """`steps_per_batch` optimizer steps from `version` on; one table per group. Their statistics, and the columns
+        that the learner appends to the rollouts."""
         return self._trainer.train(tables, version)
 
     def publish(self, version: int) -> tuple[Manifest, *tuple[np.ndarray, ...]]:
-        """The manifest of the current weights, then their buckets (uint8). `version` must be the learner's own."""
+        """The manifest of the current weights, then their buckets (uint8); of rank 0, the others only help to gather.
+        `version` must be the learner's own."""
         if version != self._trainer.version:
             raise ValueError(
                 f"asked to publish version {version}, but the learner is at {self._trainer.version}"
             )
+        if self._rank > 0:
+            contribute(self._trainer.model, self._layout)
+            return (Manifest(version=version, entries=(), bucket_bytes=()), *self._no_buckets)
         # Whoever runs this actor has copied the last version's buckets out before it can ask for the next.
         manifest, buckets = export(self._trainer.model, self._layout, version, into=self._buckets)
         return (manifest, *buckets)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from headway.actors.extra_rollouts import fold
 from headway.core.errors import DataError, HeadwayError
 from headway.core.metrics import Recorder, Update
 from headway.core.prompts import Prompt
@@ -43,7 +44,8 @@ class VerifierWorker:
 
     def score(self, table: pa.Table, prompt: Prompt) -> pa.Table:
         """The rollout table with `reward` (null when unscored), `reward_parts`, `verdict_reason` and
-        `timing.scored` filled in; what is scored is the column `text`."""
+        `timing.scored` filled in; what is scored is the column `text`. Extra rows are scored too, and then folded
+        into `values` (`extra_rollouts.fold`): they are not in the returned table."""
         texts = table.column("text").to_pylist()
         results = self._pool.score_timed(
             [(prompt.verifier, prompt.gold, text, prompt.context) for text in texts]
@@ -59,7 +61,7 @@ class VerifierWorker:
         }
         for name, values in columns.items():
             table = replace_column(table, name, values)
-        return table
+        return fold(table)
 
     def check_golds(self, prompts: Sequence[Prompt], limit: int) -> list[str]:
         """Scores the gold answers of the first `limit` prompts as if they were responses, and a meaningless answer

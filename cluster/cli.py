@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -28,6 +30,9 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(help="Overrides: section.key=value ...", show_default=False)
 ]
 
+OVERRIDES = {"ignore_unknown_options": True}
+"""Takes `--section.key=value` as it takes `section.key=value`."""
+
 EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
 
 
@@ -36,7 +41,7 @@ def headway() -> None:
     """Asynchronous reinforcement learning for language models on Ray."""
 
 
-@app.command()
+@app.command(context_settings=OVERRIDES)
 def train(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -105,7 +110,7 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
     return 0
 
 
-@app.command()
+@app.command(context_settings=OVERRIDES)
 def submit(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -144,7 +149,7 @@ def submit(
     raise typer.Exit(jobs.exit_code(client, job))
 
 
-@app.command("eval")
+@app.command("eval", context_settings=OVERRIDES)
 def evaluate(
     target: Annotated[
         str, typer.Argument(help="A run folder, or a model folder or name.", show_default=False)
@@ -164,16 +169,13 @@ def evaluate(
 
     `headway eval smollm2-135m-instruct --config configs/demo.yaml --samples 8 --temperature 1`
     """
-    import dataclasses
-    import json
-
     from headway.cluster.evaluate import evaluate as run_evaluation
     from headway.cluster.evaluate import evaluation_config
 
     settings, model = evaluation_config(target, config, overrides or [])
     result = run_evaluation(settings, model, limit=limit, samples=samples, temperature=temperature)
     if as_json:
-        print(json.dumps(dataclasses.asdict(result), indent=2))
+        print(json.dumps(asdict(result), indent=2))
         return
     console.print(
         f"[bold]{result.mean_score:.3f}[/bold] mean score of {result.num_prompts} prompts x {result.samples} from "
@@ -189,6 +191,76 @@ def evaluate(
             f"[dim](gold {escape(str(example['gold']))}, {example['verdict_reason']})[/dim]",
             highlight=False,
         )
+
+
+@app.command(context_settings=OVERRIDES)
+def replay(
+    run: Annotated[Path, typer.Argument(help="Run folder with stored rollouts.", show_default=False)],
+    overrides: Overrides = None,
+    score: Annotated[
+        bool, typer.Option("--score", help="Only score: what the algorithm would have masked and weighted.")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="Of RUN/replays/NAME; default: the preset's name.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per step.")] = False,
+) -> None:
+    """Train a run's initial model on its stored rollouts under another algorithm, or only score them.
+
+    Examples:
+
+    `headway replay runs/demo --score algorithm.preset=gspo`
+
+    `headway replay runs/demo --algorithm.preset=dr_grpo --algorithm.clip_high=0.3`
+    """
+    from headway.cluster import replay as again
+
+    config = again.replay_config(run, overrides or [])
+    if score:
+        _score(config, run, as_json=as_json)
+        return
+
+    def say(record: dict[str, Any]) -> None:
+        if as_json:
+            print(json.dumps(record), flush=True)
+            return
+        values = ("loss", "grad_norm", "importance_ess_fraction", "correction_ess_fraction", "entropy")
+        shown = "  ".join(f"{key} {_figure(record[key])}" for key in values)
+        console.print(f"step {record['version']:>5}  {shown}", highlight=False)
+
+    folder = again.train(config, run, name or config.algorithm.preset, say)
+    console.print(f"trained again: {folder} (model: {folder / 'learner' / 'model'})", highlight=False)
+
+
+def _score(config: Config, run: Path, *, as_json: bool) -> None:
+    from rich.table import Table
+
+    from headway.cluster import replay as again
+
+    scores = []
+    for score in again.score(config, again.batches(run)):
+        scores.append(score)
+        if as_json:
+            print(json.dumps(asdict(score)), flush=True)
+    if as_json:
+        return
+    total = again.summary(scores)
+    console.print(
+        f"{total['steps']} steps, {total['tokens']:,} tokens under algorithm.preset={config.algorithm.preset}: "
+        f"{total['no_signal_groups']} groups without signal, mean |advantage| {_figure(total['mean_abs_advantage'])}, "
+        f"ESS of the loss's factors {_figure(total['ess_fraction'])}",
+        highlight=False,
+    )
+    masked = ", ".join(f"{reason} {value:.1%}" for reason, value in total["masked_fraction"].items() if value)
+    console.print(f"masked, share of sampled tokens: {masked or 'none'}", highlight=False)
+    table = Table("each correction by itself", "tokens rejected", "responses touched", "ESS left")
+    for correction, other in total["counterfactuals"].items():
+        table.add_row(
+            correction, f"{other['tokens']:.2%}", f"{other['responses']:.2%}", _figure(other["ess_fraction"])
+        )
+    console.print(table)
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
 
 
 async def _until_stopped(run: Run) -> bool:

@@ -17,8 +17,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from headway.actors.critic import CriticActor
 from headway.actors.generation import GenerationActor
 from headway.actors.policy import PolicyActor
+from headway.actors.reference import ReferenceActor
 from headway.actors.verifier import VerifierWorker
 from headway.cluster.exporter import Exporter
 from headway.cluster.queue import RolloutQueue
@@ -47,6 +49,10 @@ def needs(config: Config) -> list[Need]:
         _need("generation", config.generation.replicas, config.generation),
         _need("verifiers", config.verifiers.replicas, config.verifiers),
     ]
+    if config.algorithm.needs_reference:
+        groups.append(_need("reference", config.reference.replicas, config.reference))
+    if config.algorithm.needs_critic:
+        groups.append(_need("critic", config.critic.replicas, config.critic))
     return sorted(groups, key=lambda need: -need.bundle.get("GPU", 0))
 
 
@@ -161,8 +167,17 @@ class Placement:
                     f"{group.bundle_specs}, free are {ray.available_resources()}"
                 )
 
-    def learner(self, model_folder: str) -> Any:
-        return self._spawn(PolicyActor, "learner", 0, 1, self._config, model_folder)
+    def learners(self, model_folder: str) -> list[Any]:
+        return [
+            self._spawn(PolicyActor, "learner", rank, 1, self._config, model_folder)
+            for rank in range(self._config.learner.replicas)
+        ]
+
+    def reference(self, replica: int, model_folder: str) -> Any:
+        return self._spawn(ReferenceActor, "reference", replica, 1, self._config, model_folder)
+
+    def critic(self, model_folder: str) -> Any:
+        return self._spawn(CriticActor, "critic", 0, 1, self._config, model_folder)
 
     def engine(self, replica: int, model_folder: str) -> Any:
         return self._spawn(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from headway.actors.generation import encode
+from headway.actors.generation_rows import agent_prompt
 from headway.actors.verifier import VerifierWorker
-from headway.core.config import Config
+from headway.core.config import Config, warnings
 from headway.core.errors import ConfigError, DataError
 from headway.core.prompts import Prompt, load_prompts
 from headway.learner.pretrained import is_to_be_made, model_folder
@@ -17,6 +19,9 @@ from headway.learner.pretrained import is_to_be_made, model_folder
 CHECKED_GOLDS = 100
 CHECKED_LENGTHS = 64
 ROUND_TOKENS_TO = 16
+REENCODED = 1.25
+"""Tokens that an answer may have in another agent's prompt for each token sampled: text does not always encode back
+into as few tokens as it was sampled in. A longer one fails its group with the lengths."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +58,8 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    for warning in warnings(config):
+        say(f"warning: {warning}")
     check_golds(config, prompts)
     if is_to_be_made(config.model.path):
         say(f"making model {config.model.path}, once (about a minute)")
@@ -98,7 +105,23 @@ def _longest_prompt(config: Config, folder: Path, prompts: tuple[Prompt, ...]) -
             f"model {folder} has no chat template; set model.chat_template=false to use prompts as plain text"
         )
     longest = sorted(prompts, key=lambda prompt: len(str(prompt.content)))[-CHECKED_LENGTHS:]
-    return max(len(encode(tokenizer, prompt, chat_template=config.model.chat_template)) for prompt in longest)
+
+    def tokens(prompt: Prompt) -> int:
+        return len(encode(tokenizer, prompt, chat_template=config.model.chat_template))
+
+    if not config.data.agents:
+        return max(map(tokens, longest))
+    answer = math.ceil(config.sampling.max_new_tokens * REENCODED)
+    most = 0
+    names: list[str] = []
+    for name, template in config.data.agents.items():
+        read = sum(template.count(f"{{{other}}}") for other in names)
+        blank = dict.fromkeys(names, "")
+        most = max(
+            most, max(tokens(agent_prompt(prompt, template, blank)) for prompt in longest) + read * answer
+        )
+        names.append(name)
+    return most
 
 
 def _check_disk(config: Config, folder: Path) -> None:

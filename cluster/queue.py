@@ -8,6 +8,7 @@ group: the bounds in groups and bytes are kept at admission (`Room`), where slow
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,11 @@ class Receipt:
     num_bytes: int
     oldest_version: int
     num_scored: int
-    num_tokens: int
+    response_lengths: tuple[int, ...]
+    """Tokens of each response."""
+    equal_reward: float | None
+    """The reward of all scored responses of every agent, where each agent's are equal: such a group carries no
+    signal. None where they differ; NaN where agents differ from one another."""
 
 
 @dataclass(kw_only=True)
@@ -70,7 +75,8 @@ class RolloutQueue:
             num_bytes=table.nbytes,
             oldest_version=rollouts.oldest_version(table),
             num_scored=table.num_rows - table.column("reward").null_count,
-            num_tokens=sum(rollouts.lengths(table, "response_ids")),
+            response_lengths=tuple(rollouts.lengths(table, "response_ids")),
+            equal_reward=_equal_reward(table),
         )
         if group_id not in self._dropped:
             self._groups[group_id] = (receipt, self._store(table))
@@ -106,20 +112,43 @@ class RolloutQueue:
         ]
         return [await self.put(group) for group in groups]
 
-    async def write_batch(self, group_ids: list[int], path: str, version: int) -> None:
-        """Keeps a trained batch as Parquet, tagged with the version that the step made."""
+    async def write_batch(
+        self, group_ids: list[int], path: str, version: int, columns: pa.Table | None = None
+    ) -> None:
+        """Keeps a trained batch as Parquet, tagged with the version that its last step made. `columns`: what the
+        learner appends, a row per response of the groups in this order."""
         references = [self._groups[group_id][1] for group_id in group_ids]
-        await asyncio.to_thread(self._write, references, path, {b"version": str(version).encode()})
+        extra = {b"version": str(version).encode()}
+        await asyncio.to_thread(self._write, references, path, extra, columns)
 
-    def _write(self, references: list[Any], path: str, extra: dict[bytes, bytes]) -> None:
+    def _write(
+        self, references: list[Any], path: str, extra: dict[bytes, bytes], columns: pa.Table | None = None
+    ) -> None:
         tables = [self._load(reference) for reference in references]
         table = pa.concat_tables(tables) if tables else rollouts.SCHEMA.empty_table()
+        if columns is not None:
+            for name in columns.column_names:
+                place = table.schema.get_field_index(name)
+                table = table.set_column(place, rollouts.SCHEMA.field(name), columns.column(name))
         rollouts.write_parquet(
             table.replace_schema_metadata({**(table.schema.metadata or {}), **extra}), Path(path)
         )
 
     async def ping(self) -> bool:
         return True
+
+
+def _equal_reward(table: pa.Table) -> float | None:
+    rewards: dict[str | None, set[float]] = {}
+    for agent_id, reward in zip(
+        table.column("agent_id").to_pylist(), table.column("reward").to_pylist(), strict=True
+    ):
+        if reward is not None:
+            rewards.setdefault(agent_id, set()).add(reward)
+    if not rewards or any(len(values) > 1 for values in rewards.values()):
+        return None
+    values = set.union(*rewards.values())
+    return values.pop() if len(values) == 1 else math.nan
 
 
 def group_bytes(num_rows: int, prompt_tokens: int, response_tokens: int) -> int:

@@ -3,45 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from headway.cluster.state import Group
 from headway.core.metrics import Recorder
+from headway.learner.critic import CriticStats
 from headway.learner.stats import StepStats
 
 
 def observe_step(recorder: Recorder, step: StepStats, groups: Sequence[Group]) -> dict[str, Any]:
     """Records the step that trained `groups`, and returns its record: JSON values, null where there is none."""
     trained_at = step.version - 1
-    gauges = {
-        "headway_importance_ess_fraction": step.ess_fraction,
-        "headway_clipped_fraction": step.clipped_fraction,
-        "headway_behavior_kl": step.behavior_kl,
-        "headway_engine_learner_kl": step.engine_learner_kl,
-        "headway_reward_mean": step.reward_mean,
-        "headway_no_signal_groups_fraction": step.no_signal_groups / len(groups),
-        "headway_truncated_fraction": step.truncated_fraction,
-        "headway_entropy": step.entropy,
-        "headway_loss": step.loss,
-        "headway_grad_norm": step.grad_norm,
-        "headway_learning_rate": step.learning_rate,
-    }
-    for name, value in gauges.items():
+    for name, value in _gauges(step, len(groups)).items():
         if value is not None:
-            recorder.set(name, value)
+            recorder.set(f"headway_{name}", value)
     for reason, value in step.masked_fraction.items():
         recorder.set("headway_masked_fraction", value, label=reason)
+    for name, other in step.counterfactuals.items():
+        recorder.set("headway_counterfactual_masked_fraction", other.tokens, label=name)
+        recorder.set("headway_counterfactual_ess_fraction", other.ess_fraction, label=name)
     recorder.inc("headway_trained_tokens_total", step.num_tokens)
     recorder.inc("headway_unscored_responses_total", step.num_unscored)
     recorder.observe("headway_reward", step.rewards)
     recorder.observe("headway_response_tokens", step.response_lengths)
     recorder.observe("headway_importance_weight", step.importance_weights.tolist())
     return {
-        "version": step.version,
-        **{name.removeprefix("headway_"): value for name, value in gauges.items()},
-        "masked_fraction": step.masked_fraction,
+        **step_record(step, len(groups)),
         "lag": [trained_at - group.receipt.oldest_version for group in groups if group.receipt],
         "lag_queue": [trained_at - group.finished_at_version for group in groups],
+    }
+
+
+def step_record(step: StepStats, num_groups: int) -> dict[str, Any]:
+    """What `metrics.jsonl` says about a step that the learner alone knows."""
+    return {
+        "version": step.version,
+        **_gauges(step, num_groups),
+        "masked_fraction": step.masked_fraction,
+        "rejected_responses": step.rejected_responses,
+        "counterfactuals": {name: asdict(other) for name, other in step.counterfactuals.items()},
+        "by_lag": {str(lag): asdict(statistics) for lag, statistics in step.by_lag.items()},
+        "ess_lr_scale": step.ess_lr_scale,
+        "stopped_by_kl": step.stopped_by_kl,
+        **({"trust_region": asdict(step.trust_region)} if step.trust_region else {}),
         "response_tokens": step.response_lengths,
         "trained_tokens": step.num_tokens,
     }
+
+
+def _gauges(step: StepStats, num_groups: int) -> dict[str, float | None]:
+    """By name of the metric without its prefix."""
+    return {
+        "importance_ess_fraction": step.ess_fraction,
+        "correction_ess_fraction": step.correction_ess_fraction,
+        "kl_reference": step.kl_reference,
+        "kl_coef": step.kl_coef,
+        "clipped_fraction": step.clipped_fraction,
+        "behavior_kl": step.behavior_kl,
+        "engine_learner_kl": step.engine_learner_kl,
+        "reward_mean": step.reward_mean,
+        "no_signal_groups_fraction": step.no_signal_groups / num_groups,
+        "truncated_fraction": step.truncated_fraction,
+        "entropy": step.entropy,
+        "loss": step.loss,
+        "grad_norm": step.grad_norm,
+        "learning_rate": step.learning_rate,
+    }
+
+
+def observe_critic(recorder: Recorder, step: CriticStats) -> dict[str, Any]:
+    """Records the critic's part of a step, and returns its part of the record."""
+    values = {"value_loss": step.value_loss, "explained_variance": step.explained_variance}
+    for name, value in values.items():
+        if value is not None:
+            recorder.set(f"headway_{name}", value)
+    return {**values, "critic_grad_norm": step.grad_norm}

@@ -71,6 +71,9 @@ def write_report(run_folder: Path) -> Path:
         headlines=_headlines(steps),
         steps_per_point=math.ceil(len(steps) / MAX_POINTS),
         plots=_plots(steps),
+        corrections=_corrections(steps),
+        by_lag=_by_lag(steps),
+        audit=steps[-1].get("audit") or {},
         samples=_samples(run_folder / "rollouts", config, [record["version"] for record in steps]),
     )
     path = run_folder / "report.html"
@@ -131,6 +134,28 @@ def _headlines(steps: list[Record]) -> dict[str, float]:
     }
 
 
+def _corrections(steps: list[Record]) -> list[tuple[str, float, float, float]]:
+    """(correction, share of tokens and of responses that it would have rejected, ESS that it would have left), means
+    over steps."""
+    names = dict.fromkeys(name for step in steps for name in step.get("counterfactuals") or ())
+    keys = ("tokens", "responses", "ess_fraction")
+    return [
+        (name, *(_mean(_values(steps, "counterfactuals", name, key)) for key in keys))  # type: ignore[misc]
+        for name in names
+    ]
+
+
+def _by_lag(steps: list[Record]) -> list[tuple[str, int, float, float, float]]:
+    """(lag, steps that trained tokens of that lag, mean ESS, largest weight, mean KL from the behavior policy)."""
+    lags = {lag for step in steps for lag in step.get("by_lag") or ()}
+    rows = []
+    for lag in sorted(lags, key=int):
+        ess = _values(steps, "by_lag", lag, "ess_fraction")
+        largest = max(_values(steps, "by_lag", lag, "max"), default=math.nan)
+        rows.append((lag, len(ess), _mean(ess), largest, _mean(_values(steps, "by_lag", lag, "k3"))))
+    return rows
+
+
 def _plots(steps: list[Record]) -> list[tuple[str, Sequence[Layer], Markup | None]]:
     """(title, layers, drawing) of every plot."""
     width = math.ceil(len(steps) / MAX_POINTS)
@@ -166,10 +191,14 @@ def _plots(steps: list[Record]) -> list[tuple[str, Sequence[Layer], Markup | Non
             Layer(f"over the last {window} steps", "b", running),
         ],
         "Share of groups by version lag": _stacked(by_lag),
-        "Effective sample size, share of trained tokens": [line("", "a", "importance_ess_fraction")],
+        "Effective sample size, share of trained tokens": [
+            line("uncapped weights", "a", "importance_ess_fraction"),
+            line("factors of the loss", "b", "correction_ess_fraction"),
+        ],
         "KL divergence, nats per token": [
             line("behavior to proximal policy", "a", "behavior_kl"),
             line("engine to learner at lag 0", "b", "engine_learner_kl", dots=True),
+            *([line("policy to reference", "c", "kl_reference")] if _values(steps, "kl_reference") else []),
         ],
         "Response length, tokens": [
             Layer("10th to 90th percentile", "a", p90, low=p10, opacity=0.25),

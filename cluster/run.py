@@ -1,6 +1,6 @@
 """The driver of a run: four loops around one learner.
 
-    dispatch   prompt ─► engine ─► verifier ─► queue     (references only; tokens never come here)
+    dispatch   prompt ─► engine ─► scorers ─► queue     (references only; tokens never come here)
     learn      cut a batch ─► train ─► publish
     keep       one loop per engine: pull the newest version; replace the engine when it dies
     heartbeat  collect metrics, write them out, watch for progress
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,23 +24,33 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from headway.actors.generation import GroupRequest
+from headway.cluster.audit import LengthAudit
 from headway.cluster.gate import Finished, Gate, cut_batch
+from headway.cluster.learners import LearnerGroup
 from headway.cluster.ledger import Ledger
 from headway.cluster.placement import Placement
 from headway.cluster.progress import Progress
 from headway.cluster.queue import Receipt, Room, group_bytes
-from headway.cluster.record import observe_step
+from headway.cluster.record import observe_critic, observe_step
+from headway.cluster.scorers import Scorers, died
 from headway.cluster.state import Engine, Group, Release
 from headway.cluster.watch import Waits
 from headway.core.config import Config, dump_config
-from headway.core.errors import EngineDead, HeadwayError, RolloutFailed, Starved, WeightUpdateFailed
+from headway.core.errors import (
+    EngineDead,
+    HeadwayError,
+    NoSignal,
+    RolloutFailed,
+    Starved,
+    WeightUpdateFailed,
+)
 from headway.core.metrics import Recorder
-from headway.core.prompts import PromptStream
-from headway.core.weights import Manifest
+from headway.core.prompts import Prompt, PromptStream
 from headway.learner import checkpoint
 
 MAX_ATTEMPTS = 3
 CALL_DEADLINE_S = 60.0
+CHECKPOINT_DEADLINE_S = 600.0
 GRACE_S = 30.0  # what a call may take beyond the deadline that its actor keeps
 
 
@@ -68,6 +78,9 @@ class Run:
         self.release: Release | None = None
         self.reissue: deque[int] = deque()
         self.tasks: set[asyncio.Task[None]] = set()
+        self.audit = LengthAudit()
+        self.without_signal: Counter[float] = Counter()  # dropped since the last group with signal, by reward
+        self.no_signal: NoSignal | None = None
         self.placement = Placement(self.config, self.folder)
         try:
             try:
@@ -83,6 +96,8 @@ class Run:
                 for task in self.tasks:
                     task.cancel()
             await self._collect_metrics()
+            if self.no_signal:
+                raise self.no_signal
         except* RayError as errors:
             reason = str(errors.exceptions[0]).strip().splitlines()[-1]
             raise HeadwayError(
@@ -114,17 +129,15 @@ class Run:
         )
         self.progress.endpoint(self.port, config.metrics.port)
         _write_text(self.folder / "metrics_port", str(self.port))
-        self.verifiers = [place.verifier(replica) for replica in range(config.verifiers.replicas)]
-        self.learner = place.learner(str(self.model_folder))
+        self.learner = LearnerGroup(place.learners(str(self.model_folder)), self.call)
+        self.scorers = Scorers(config, place, str(self.model_folder), self.recorder, self.progress.say)
         self.engines = [
             Engine(replica=replica, actor=place.engine(replica, str(self.model_folder)))
             for replica in range(config.generation.replicas)
         ]
         self.progress.say("starting engines and learner")
         starting = [asyncio.ensure_future(_as_future(engine.actor.start.remote())) for engine in self.engines]
-        self.num_buckets = await self.call(
-            self.learner.num_buckets.remote(), "learner", config.generation.start_deadline_s
-        )
+        await self.learner.start(config.generation.start_deadline_s)
         await self._load_state()
         await self.publish()
         for engine, start in zip(self.engines, starting, strict=True):
@@ -148,7 +161,9 @@ class Run:
             max_groups=config.queue.max_groups,
             max_bytes=config.queue.max_mib << 20,
             group_bytes=group_bytes(
-                config.sampling.group_size, self.longest_prompt, config.sampling.max_new_tokens
+                config.sampling.group_size * max(1, len(config.data.agents)),
+                self.longest_prompt,
+                config.sampling.max_new_tokens,
             ),
         )
         journal = self.folder / "ledger.jsonl"
@@ -157,9 +172,10 @@ class Run:
             self.gate = Gate(**limits)
             return
         state = json.loads((self.resume_from / "state.json").read_text())
-        self.version = await self.call(
-            self.learner.load.remote(str(self.resume_from / "learner")), "learner", 600
-        )
+        self.version = await self.learner.load(str(self.resume_from / "learner"), CHECKPOINT_DEADLINE_S)
+        for role, actors in self._changing_scorers().items():
+            for actor in actors:
+                await self.call(actor.load.remote(str(self.resume_from / role)), role, CHECKPOINT_DEADLINE_S)
         if self.version != state["version"]:
             raise HeadwayError(
                 f"checkpoint {self.resume_from}: learner {self.version}, driver {state['version']}"
@@ -169,6 +185,7 @@ class Run:
             self.queue.restore.remote(str(self.resume_from / "queue.parquet")), "queue"
         )
         await self.call(self.exporter.restore.remote(state["metrics"]), "metrics")
+        self.audit = LengthAudit.resume(state["audit"])
         # The two snapshots are not of one instant: what finished between them is in the queue but not yet in the
         # ledger, or the other way round. The queue decides what is finished, the ledger what exists.
         unknown = [receipt.group_id for receipt in receipts if receipt.group_id not in self.ledger.live]
@@ -188,12 +205,21 @@ class Run:
             f"resumed at version {self.version}: {len(receipts)} groups in the queue, {len(self.reissue)} issued again"
         )
 
+    def _changing_scorers(self) -> dict[str, list[Any]]:
+        """Scoring actors whose weights change during the run; the replicas of a role hold the same."""
+        refreshed = self.config.algorithm.reference_refresh_steps > 0
+        return {
+            role: actors
+            for role, actors in self.scorers.actors.items()
+            if role == "critic" or (role == "reference" and refreshed)
+        }
+
     async def _close(self) -> None:
         if hasattr(self, "ledger"):
             self.ledger.close()
         ends = [engine.actor.shutdown.remote() for engine in getattr(self, "engines", [])]
-        if hasattr(self, "verifiers"):
-            ends += [verifier.close.remote() for verifier in self.verifiers]
+        if hasattr(self, "scorers"):
+            ends += self.scorers.close()
         if ends:
             await asyncio.to_thread(ray.wait, ends, num_returns=len(ends), timeout=10)
         await asyncio.to_thread(self.placement.close)
@@ -267,11 +293,10 @@ class Run:
                 self.progress.say(
                     f"group {group.group_id} is issued again (attempt {attempt}): {type(failure).__name__}"
                 )
-                if isinstance(failure, EngineDead) or _died(failure, engine.actor):
+                if isinstance(failure, EngineDead) or died(failure, engine.actor):
                     engine.version = None  # its keeper replaces it
-                for replica, verifier in enumerate(self.verifiers):
-                    if _died(failure, verifier):
-                        self._replace_verifier(replica)
+                else:
+                    self.scorers.replace_dead(failure)
                 engine = await self.waits.until(
                     lambda: self._least_loaded(lambda version: version >= group.since_version),
                     who=f"group {group.group_id}",
@@ -283,26 +308,15 @@ class Run:
         self._drop(group, "generation_failed")
 
     async def _roll_once(self, group: Group, engine: Engine) -> None:
-        config = self.config
         prompt = self.prompts.at(group.group_id)
-        request = GroupRequest(
-            group_id=group.group_id,
-            prompt=prompt,
-            group_size=config.sampling.group_size,
-            temperature=config.sampling.temperature,
-            top_p=config.sampling.top_p,
-            max_new_tokens=config.sampling.max_new_tokens,
-            deadline_s=config.lag.straggler_deadline_s,
-        )
-        verifier = self.verifiers[group.group_id % len(self.verifiers)]
         try:
-            table = engine.actor.generate.remote(request)
-            scored = verifier.score.remote(table, prompt)
+            table = engine.actor.generate.remote(group_request(self.config, group.group_id, prompt))
+            scored = self.scorers.score(table, prompt, group.group_id)
             receipt: Receipt = await self.waits.within(
                 _as_future(self.queue.put.remote(scored)),
                 who=f"group {group.group_id}",
-                what=f"engine {engine.replica}, its verifier and the queue",
-                deadline_s=config.lag.straggler_deadline_s + GRACE_S,
+                what=f"engine {engine.replica}, its scorers and the queue",
+                deadline_s=self.config.lag.straggler_deadline_s + GRACE_S,
             )
         finally:
             engine.running -= 1
@@ -314,9 +328,34 @@ class Run:
         self.gate.finish()
         self._enter_queue(receipt)
         self.recorder.inc("headway_groups_total", label="finished")
-        if receipt.num_scored < 2:
-            self._drop(group, "verifier_failed" if receipt.num_scored == 0 else "group_too_small")
+        self.recorder.observe("headway_sampled_response_tokens", receipt.response_lengths)
+        self.audit.sampled.update(receipt.response_lengths)
+        self._admit(group, receipt)
         self.waits.changed()
+
+    def _admit(self, group: Group, receipt: Receipt) -> None:
+        """Drops a finished group that cannot be trained, or need not."""
+        if receipt.num_scored < min(2, self.config.sampling.group_size):
+            self._drop(group, "verifier_failed" if receipt.num_scored == 0 else "group_too_small")
+            return
+        if not self.config.algorithm.dynamic_sampling:
+            return
+        if receipt.equal_reward is None:
+            self.without_signal.clear()
+            return
+        self._drop(group, "no_signal")
+        self.without_signal[receipt.equal_reward] += 1
+        limit = self.config.algorithm.dynamic_sampling_tries * self.config.groups_per_batch
+        if self.without_signal.total() >= limit and self.no_signal is None:
+            rewards = ", ".join(
+                f"{number} at {reward:g}" for reward, number in self.without_signal.most_common(3)
+            )
+            self.no_signal = NoSignal(
+                f"{limit} groups in a row had equal rewards ({rewards}): nothing to learn at version {self.version}; "
+                "give harder or easier prompts (data), raise sampling.group_size or "
+                "algorithm.dynamic_sampling_tries, or set algorithm.dynamic_sampling=false; --resume goes on from here"
+            )
+            self.request_stop()
 
     def _enter_queue(self, receipt: Receipt) -> None:
         self.room.queued_groups += 1
@@ -351,15 +390,11 @@ class Run:
             waited = time.monotonic() - began
             references = await self.call(self.queue.take.remote([group.group_id for group in batch]), "queue")
             taken = time.monotonic()
-            stats = await self.call(
-                self.learner.train.remote(self.version, *references),
-                "learner to train",
-                self.config.learner.step_deadline_s * steps_per_batch,
-            )
+            stats, columns, critic_stats = await self._train(references)
             trained = time.monotonic()
             self._account(batch, stats)
             # Started before the publish so that writing rollouts overlaps with it; both must end here.
-            storing = asyncio.ensure_future(self._store(batch))
+            storing = asyncio.ensure_future(self._store(batch, columns))
             await self.publish()
             await storing
             self.last_progress = ended = time.monotonic()
@@ -372,13 +407,27 @@ class Run:
                     for stage in ("unpack", "forward_backward", "optimizer")
                 },
             }
-            self._record(batch, stats, seconds, waited)
+            self._record(batch, stats, critic_stats, seconds, waited)
             every = self.config.run.checkpoint_every
             if every and self.version // every > (self.version - steps_per_batch) // every:
                 await self.checkpoint()
                 saved = self.version
         if saved != self.version:
             await self.checkpoint()
+
+    async def _train(self, references: list[Any]) -> tuple[list[Any], Any, list[Any]]:
+        """Trains policy and critic side by side: their statistics by step, and the columns for the rollouts."""
+        deadline_s = self.config.learner.step_deadline_s * self.config.learner.steps_per_batch
+        critic_stats: list[Any] = []
+        critic = self.scorers.critic
+        if critic is None:
+            stats, columns = await self.learner.train(self.version, references, deadline_s)
+        else:
+            (stats, columns), critic_stats = await asyncio.gather(
+                self.learner.train(self.version, references, deadline_s),
+                self.call(critic.train.remote(self.version, *references), "critic to train", deadline_s),
+            )
+        return stats, columns, critic_stats
 
     async def _take_batch(self) -> list[Group] | None:
         """The next batch, oldest version first; None when the run is to stop."""
@@ -413,12 +462,14 @@ class Run:
         self.recorder.observe("headway_wait_seconds", [time.monotonic() - began], label="learner_for_groups")
         return batch if isinstance(batch, list) else None
 
-    async def _store(self, batch: list[Group]) -> None:
+    async def _store(self, batch: list[Group], columns: Any) -> None:
         """Keeps the trained batch as Parquet if asked, then lets its tables go."""
         group_ids = [group.group_id for group in batch]
         if self.config.run.save_rollouts:
             path = self.folder / "rollouts" / f"step-{self.version:06d}.parquet"
-            await self.call(self.queue.write_batch.remote(group_ids, str(path), self.version), "queue")
+            await self.call(
+                self.queue.write_batch.remote(group_ids, str(path), self.version, columns), "queue"
+            )
         await self.call(self.queue.release.remote(group_ids), "queue")
 
     def _account(self, batch: list[Group], stats: list[Any]) -> None:
@@ -435,6 +486,7 @@ class Run:
             self.recorder.observe("headway_version_lag_steps", [lag - queue_lag], label="generation")
             self.ledger.train(group.group_id, version + 1)
             self.recorder.inc("headway_groups_total", label="trained")
+            self.audit.trained.update(group.receipt.response_lengths)
             self._leave_queue(group.receipt)
             del self.groups[group.group_id]
         self.version += len(stats)
@@ -442,11 +494,18 @@ class Run:
 
     async def publish(self) -> None:
         """Puts the learner's weights into the object store and wakes the engines' keepers."""
-        call = self.learner.publish.options(num_returns=1 + self.num_buckets)
-        manifest_ref, *buckets = call.remote(self.version)
-        manifest: Manifest = await self.call(manifest_ref, "learner to publish")
-        self.release = Release(manifest=manifest, buckets=tuple(buckets))
+        reference, manifest, buckets = await self.learner.publish(self.version)
+        self.release = Release(manifest=manifest, buckets=buckets)
         self.recorder.set("headway_learner_version", self.version)
+        every, last = self.config.algorithm.reference_refresh_steps, self.config.learner.steps_per_batch
+        if every and self.version // every > (self.version - last) // every:
+            self.scorers.refresh = (reference, *buckets)
+            await asyncio.gather(
+                *(
+                    self.call(actor.update_weights.remote(*self.scorers.refresh), "reference to refresh")
+                    for actor in self.scorers.actors.get("reference", ())
+                )
+            )
         self.waits.changed()
 
     # ---- keep: every engine pulls the newest version -------------------------------------------------------
@@ -489,12 +548,6 @@ class Run:
         deadline_s = self.config.generation.start_deadline_s
         await self.call(engine.actor.start.remote(), f"engine {engine.replica} to start", deadline_s)
 
-    def _replace_verifier(self, replica: int) -> None:
-        self.placement.discard(self.verifiers[replica])
-        self.verifiers[replica] = self.placement.verifier(replica)
-        self.recorder.inc("headway_actor_restarts_total", label="verifiers")
-        self.progress.say(f"verifier {replica} is replaced")
-
     # ---- heartbeat: metrics, health, progress --------------------------------------------------------------
 
     async def heartbeat(self) -> None:
@@ -518,9 +571,9 @@ class Run:
 
     async def _collect_metrics(self) -> None:
         live = {
-            "learner": 1,
+            "learner": len(self.learner.actors),
             "generation": sum(engine.version is not None for engine in self.engines),
-            "verifiers": len(self.verifiers),
+            **{role: len(actors) for role, actors in self.scorers.actors.items()},
             "queue": 1,
             "metrics": 1,
         }
@@ -540,23 +593,28 @@ class Run:
             except RayActorError:
                 engine.version = None  # its keeper replaces it
                 self.waits.changed()
-        for replica, verifier in enumerate(list(self.verifiers)):
-            try:
-                updates += await self.call(verifier.drain_updates.remote(), f"verifier {replica}'s metrics")
-            except RayActorError:
-                if self.verifiers[replica] is verifier:  # nobody else has replaced it meanwhile
-                    self._replace_verifier(replica)
+        updates += await self.scorers.drain_updates(self.call)
         await self.call(self.exporter.apply.remote(updates), "metrics")
 
-    def _record(self, batch: list[Group], stats: list[Any], seconds: dict[str, float], waited: float) -> None:
+    def _record(
+        self,
+        batch: list[Group],
+        stats: list[Any],
+        critic_stats: list[Any],
+        seconds: dict[str, float],
+        waited: float,
+    ) -> None:
         """Metrics of the batch's steps; one JSON line per optimizer step in `metrics.jsonl`."""
         for stage, value in seconds.items():
             self.recorder.observe("headway_step_seconds", [value], label=stage)
         self.recorder.set("headway_last_step_timestamp_seconds", time.time())
+        self.recorder.set("headway_audit_length_ks", self.audit.ks())
         per_step = self.config.learner.groups_per_step
         for number, step in enumerate(stats):
             record = {
                 **observe_step(self.recorder, step, batch[number * per_step : (number + 1) * per_step]),
+                **(observe_critic(self.recorder, critic_stats[number]) if critic_stats else {}),
+                "audit": self.audit.record(),
                 "time_s": round(time.monotonic() - self.started, 3),
                 "seconds": {stage: value / len(stats) for stage, value in seconds.items()},
                 "waited_s": waited / len(stats),
@@ -577,12 +635,17 @@ class Run:
         parent = self.folder / "checkpoints"
         draft = checkpoint.begin(parent, self.version)
         (draft / "learner").mkdir()
-        await self.call(self.learner.save.remote(str(draft / "learner")), "learner to save", 600)
+        await self.learner.save(str(draft / "learner"), CHECKPOINT_DEADLINE_S)
+        for role, (first, *_) in self._changing_scorers().items():
+            (draft / role).mkdir()
+            await self.call(first.save.remote(str(draft / role)), f"{role} to save", CHECKPOINT_DEADLINE_S)
         ledger = self.ledger.state()
-        await self.call(self.queue.save.remote(str(draft / "queue.parquet")), "queue to save", 600)
+        await self.call(
+            self.queue.save.remote(str(draft / "queue.parquet")), "queue to save", CHECKPOINT_DEADLINE_S
+        )
         await self._collect_metrics()
         metrics = await self.call(self.exporter.state.remote(), "metrics")
-        state = {"version": self.version, "ledger": ledger, "metrics": metrics}
+        state = {"version": self.version, "ledger": ledger, "metrics": metrics, "audit": self.audit.state()}
         _write_text(draft / "state.json", json.dumps(state))
         _write_text(draft / "config.json", dump_config(self.config))
         self.ledger.sync()
@@ -590,9 +653,24 @@ class Run:
         self.progress.say(f"checkpoint {self.version} in {time.monotonic() - began:.1f} s")
 
 
-def _died(failure: Exception, actor: Any) -> bool:
-    """Whether this failure is the death of this actor."""
-    return getattr(failure, "actor_id", None) == actor._actor_id.hex()
+def group_request(config: Config, group_id: int, prompt: Prompt) -> GroupRequest:
+    """What to ask an engine for: the samples of one prompt, and what else the algorithm needs."""
+    sampling, algorithm = config.sampling, config.algorithm
+    vine = algorithm.advantage == "vine"
+    return GroupRequest(
+        group_id=group_id,
+        prompt=prompt,
+        group_size=sampling.group_size,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_new_tokens=sampling.max_new_tokens,
+        deadline_s=config.lag.straggler_deadline_s,
+        greedy=algorithm.advantage == "remax",
+        branches=algorithm.branches if vine else 0,
+        step_separator=algorithm.step_separator if vine or algorithm.process_rewards else None,
+        max_steps=algorithm.max_steps,
+        agents=config.data.agents,
+    )
 
 
 async def _as_future(reference: Any) -> Any:

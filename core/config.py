@@ -517,6 +517,29 @@ def _check_algorithm(config: Config) -> None:
                 "algorithm.objective=trpo bounds the step by itself; set algorithm.kl=none (or reward) and "
                 "algorithm.entropy_coef=0"
             )
+    if algorithm.kl_stop is not None and (
+        config.learner.steps_per_batch == 1 or algorithm.old_policy == "behavior"
+    ):
+        raise ValueError(
+            f"algorithm.kl_stop={algorithm.kl_stop} ends the later steps of a batch by their KL from the proximal "
+            f"policy; it needs learner.steps_per_batch > 1 (is {config.learner.steps_per_batch}) and "
+            "algorithm.old_policy=proximal"
+        )
+    if algorithm.kl_target is not None and algorithm.kl == "none":
+        raise ValueError(
+            f"algorithm.kl_target={algorithm.kl_target} adapts the weight of a KL, and algorithm.kl=none has none; "
+            "set algorithm.kl=reward or loss"
+        )
+    if algorithm.reference_refresh_steps and algorithm.kl == "none":
+        raise ValueError(
+            f"algorithm.reference_refresh_steps={algorithm.reference_refresh_steps} refreshes a reference that "
+            "algorithm.kl=none does not start; set algorithm.kl=loss or reward"
+        )
+    if algorithm.process_rewards and algorithm.advantage in OUTCOME_GROUPS:
+        raise ValueError(
+            f"algorithm.process_rewards with algorithm.advantage={algorithm.advantage}, which only sees the reward of "
+            "the whole response; choose gae, reinforce, reinforce_baseline or reinforce_pp"
+        )
     if algorithm.objective == "trpo" or algorithm.advantage == "min_variance":
         what = "objective=trpo" if algorithm.objective == "trpo" else "advantage=min_variance"
         if config.learner.replicas > 1:

@@ -24,6 +24,10 @@ class ClusterError(UserError):
     """The cluster cannot hold what the configuration asks for."""
 
 
+class NoSignal(UserError):
+    """Dynamic sampling found only groups with equal rewards: there is nothing to learn from these prompts."""
+
+
 class SchemaError(HeadwayError):
     """A rollout table that does not follow the schema, or follows one that this version cannot read."""
 

@@ -8,13 +8,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-ROLES = ("learner", "generation", "verifiers", "queue", "metrics")
-DROP_REASONS = ("straggler", "generation_failed", "verifier_failed", "group_too_small", "stale")
+ROLES = ("learner", "generation", "verifiers", "reference", "critic", "queue", "metrics")
+DROP_REASONS = ("straggler", "generation_failed", "verifier_failed", "group_too_small", "stale", "no_signal")
 STATES = ("issued", "finished", "trained", "dropped")
 STEP_STAGES = ("take", "unpack", "forward_backward", "optimizer", "publish", "total")
 WAIT_STAGES = ("learner_for_groups", "gate", "queue_full")
 SYNC_STAGES = ("fetch", "pause", "load", "total")
 VERIFIER_ERRORS = ("timeout", "memory", "crash", "exception", "bad_gold")
+REJECTING = ("mis_token", "mis_sequence", "veto", "off_policy_mask")
+CORRECTIONS = ("none", "is_token", "tis_token", "tis_sequence", *REJECTING)
 PHASES = ("generation", "queue", "total")
 
 LAG_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
@@ -107,6 +109,25 @@ METRICS: tuple[Metric, ...] = (
         "Effective sample size of the uncapped importance weights over the number of trained tokens, last step.",
     ),
     Metric(
+        "headway_correction_ess_fraction",
+        "gauge",
+        "The same of the factors that the loss was weighted with, rejected tokens as 0.",
+    ),
+    Metric(
+        "headway_counterfactual_masked_fraction",
+        "gauge",
+        "Share of the last step's tokens that each correction would have rejected, whichever are on.",
+        "reason",
+        CORRECTIONS,
+    ),
+    Metric(
+        "headway_counterfactual_ess_fraction",
+        "gauge",
+        "ESS fraction that each correction would have left, whichever are on.",
+        "reason",
+        CORRECTIONS,
+    ),
+    Metric(
         "headway_importance_weight",
         "histogram",
         "Uncapped importance weight of proximal against behavior policy, per trained token.",
@@ -119,7 +140,7 @@ METRICS: tuple[Metric, ...] = (
         "gauge",
         "Share of the last batch's sampled tokens left out of the loss, by reason.",
         "reason",
-        ("unscored", "no_signal", "missing_logprob"),
+        ("unscored", "truncated", "no_signal", "missing_logprob", *REJECTING),
     ),
     Metric(
         "headway_clipped_fraction", "gauge", "Share of trained tokens whose ratio clip is active, last step."
@@ -134,6 +155,10 @@ METRICS: tuple[Metric, ...] = (
         "gauge",
         "k3 estimate of KL(behavior || proximal policy) on all trained tokens, last step (nats per token).",
     ),
+    Metric(
+        "headway_kl_reference", "gauge", "k3 estimate of KL(policy || reference), last step (nats per token)."
+    ),
+    Metric("headway_kl_coef", "gauge", "Weight of the KL in the reward or the loss."),
     Metric("headway_reward", "histogram", "Reward of trained responses.", "", (), REWARD_BUCKETS),
     Metric("headway_reward_mean", "gauge", "Mean reward of the last batch's scored responses."),
     Metric(
@@ -153,13 +178,34 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("headway_response_tokens", "histogram", "Length of trained responses.", "", (), TOKEN_BUCKETS),
     Metric(
+        "headway_sampled_response_tokens",
+        "histogram",
+        "Length of all finished responses, trained or not.",
+        "",
+        (),
+        TOKEN_BUCKETS,
+    ),
+    Metric(
+        "headway_audit_length_ks",
+        "gauge",
+        "Largest distance between the length distributions of sampled and of trained responses so far (Kolmogorov-Smirnov).",
+    ),
+    Metric(
         "headway_entropy",
         "gauge",
         "Mean entropy of the learner's next-token distribution on trained tokens, last step (nats).",
     ),
     Metric("headway_loss", "gauge", "Policy loss of the last step."),
     Metric("headway_grad_norm", "gauge", "Global gradient norm before clipping, last step."),
-    Metric("headway_learning_rate", "gauge", "Learning rate of the last step."),
+    Metric(
+        "headway_learning_rate", "gauge", "Learning rate of the last step, scaled by the ESS where asked."
+    ),
+    Metric("headway_value_loss", "gauge", "Critic's loss, last step."),
+    Metric(
+        "headway_explained_variance",
+        "gauge",
+        "1 - Var(returns - values) / Var(returns) of the critic's values at scoring, last step.",
+    ),
     Metric("headway_nonfinite_total", "counter", "Values that a step reported as NaN or infinite."),
     Metric("headway_verifier_seconds", "histogram", "Time to score one response.", "", (), SECONDS_BUCKETS),
     Metric(

@@ -105,9 +105,13 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
         of_logprob_N, of_entropy_N = (None if g is None else g / ctx.temperature for g in grad_outputs)
+        if of_logprob_N is None and of_entropy_N is None:
+            return None, None, None, None, None
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=normalizer_N.dtype)
         grad_weight_VH = torch.empty_like(weight_VH) if needs_weight else None

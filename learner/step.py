@@ -1,5 +1,8 @@
-"""What one optimizer step trains on: advantages, masks and denominators. _N: response tokens of the step,
-flattened; _B: its responses."""
+"""What one optimizer step trains on: rewards, advantages, masks and denominators. _N: response tokens of the step,
+flattened; _B: its responses.
+
+Everything here is arithmetic on what the groups bring along; nothing needs the model.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,21 @@ import torch
 from torch import Tensor
 
 from headway.core.config import Algorithm
-from headway.learner.advantages import group_advantages
+from headway.core.errors import SchemaError
+from headway.learner import advantages as estimators
 from headway.learner.batching import Group
 from headway.learner.corrections import is_missing
 from headway.learner.losses import token_weights
+from headway.learner.rewards import (
+    RewardState,
+    Scale,
+    exact_mean,
+    exact_std,
+    kl_estimate,
+    overlong_penalty,
+    reward_scale,
+    token_rewards,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,58 +37,338 @@ class StepBatch:
 
     groups: tuple[Group, ...]
     advantages_N: Tensor
-    """float32."""
+    """float32; 0 on tokens that the policy did not sample and on responses that do not count."""
     token_weights_N: Tensor
     """float32: what `losses.token_weights` gives a token of this response."""
     trained_N: np.ndarray
-    """bool: in the loss, and in a group with signal."""
+    """bool: in the loss, and with a gradient."""
+    in_loss_N: np.ndarray
+    """bool: in the loss, and so in its denominators, with or without a gradient."""
     behavior_logprobs_N: Tensor
+    """float32 nats; NaN where the engine gave none."""
+    reference_logprobs_N: Tensor | None
+    """float32 nats; None without `algorithm.kl`."""
+    values_N: Tensor | None
+    """float32, as the groups brought them; None for estimators that use none."""
+    returns_N: Tensor | None
+    """float32, what the critic's values should have been; 0 where they are not trained. Only for `gae`."""
     versions_N: Tensor
+    """int64."""
+    response_N: Tensor
+    """int64: number of the token's response within the step."""
+    lengths_B: Tensor
+    """int64, response tokens, whether in the loss or not."""
+    group_of_response_B: Tensor
+    """int64."""
+    rewards_B: Tensor
+    """float64: outcome after penalty, normalisation and clip, plus process rewards, minus beta times the response's KL
+    where it is in the reward; NaN where the response does not count."""
+    kl_coef: float
+    """Weight of the KL in this step (beta); 0 without `algorithm.kl`."""
+    kl_reference: float | None
+    """Mean of behavior - reference log-probability over the tokens in the loss (nats); None where there is none."""
     no_signal_groups: int
+    """Groups whose advantages are all 0."""
     masked_fraction: dict[str, float]
+    """Share of the sampled tokens that are not trained, by the first reason that applies: `unscored`, `truncated`,
+    `missing_logprob`, `no_signal`."""
 
 
-def prepare(groups: Sequence[Group], algorithm: Algorithm) -> StepBatch:
-    """Advantages, masks and denominators of one optimizer step; nothing here needs the model.
+def prepare(
+    groups: Sequence[Group], algorithm: Algorithm, *, max_new_tokens: int, state: RewardState
+) -> StepBatch:
+    """Rewards, advantages, masks and denominators of one optimizer step. Takes `state` one step on.
 
-    Denominators count every sampled token that is scored and has a behavior log-probability (where the correction
-    needs one). Tokens of a group without signal (all advantages 0) are among them, though they need no forward
-    pass: leaving them out would raise the step size whenever a prompt is solved or hopeless.
+    Denominators count every token that the policy sampled, in a response that is scored and not masked for being
+    truncated, with a behavior log-probability where the loss needs one. Tokens of a group without signal (all
+    advantages 0) are among them, though they need no forward pass unless the KL or the entropy gives them a gradient:
+    leaving them out would raise the step size whenever a prompt is solved or hopeless.
+
+    Raises `SchemaError` when the groups lack a column that the algorithm needs.
     """
-    advantages = [
-        group_advantages(
-            torch.from_numpy(group.rewards),
-            torch.from_numpy(group.scored),
-            normalize=algorithm.advantage == "group",
-        )
-        for group in groups
-    ]
-    has_signal = [bool((values != 0).any()) for values in advantages]
-    lengths_B = torch.from_numpy(np.concatenate([group.lengths for group in groups]))
-    tokens_of_group = [len(group.response_ids) for group in groups]
-    sampled_N = np.concatenate([group.loss_mask for group in groups])
-    scored_N = np.repeat(np.concatenate([group.scored for group in groups]), lengths_B.numpy())
-    signal_N = np.repeat(np.array(has_signal), tokens_of_group)
-    behavior_logprobs_N = torch.from_numpy(np.concatenate([group.behavior_logprobs for group in groups]))
-    missing_N = np.zeros_like(sampled_N)
-    if algorithm.correction != "none":
-        missing_N = is_missing(behavior_logprobs_N).numpy()
-    in_loss_N = sampled_N & scored_N & ~missing_N
-    response_N = np.repeat(np.arange(len(lengths_B)), lengths_B.numpy())
-    loss_lengths_B = torch.from_numpy(np.bincount(response_N[in_loss_N], minlength=len(lengths_B)))
-    weights_B = token_weights(loss_lengths_B, aggregation=algorithm.aggregation)
-    num_sampled = max(1, int(sampled_N.sum()))
-    return StepBatch(
-        groups=tuple(groups),
-        advantages_N=torch.cat(advantages).repeat_interleave(lengths_B),
-        token_weights_N=weights_B.repeat_interleave(lengths_B),
-        trained_N=in_loss_N & signal_N,
-        behavior_logprobs_N=behavior_logprobs_N,
-        versions_N=torch.from_numpy(np.concatenate([group.versions for group in groups])),
-        no_signal_groups=has_signal.count(False),
-        masked_fraction={
-            "unscored": float((sampled_N & ~scored_N).sum() / num_sampled),
-            "no_signal": float((in_loss_N & ~signal_N).sum() / num_sampled),
-            "missing_logprob": float((sampled_N & scored_N & missing_N).sum() / num_sampled),
-        },
+    columns = _columns(groups, algorithm)
+    baseline, seen = state.mean, state.count > 0
+    outcomes_B, scale = _outcomes(columns, algorithm, max_new_tokens, state)
+    kl_coef = state.kl_coef if algorithm.kl != "none" else 0.0
+    rewards_N = _token_rewards(columns, algorithm, outcomes_B, kl_coef)
+    rewards_B = _totals(columns, outcomes_B, rewards_N)
+    advantages_N, returns_N = _advantages(
+        columns,
+        algorithm,
+        rewards_N,
+        rewards_B,
+        scale=scale,
+        baseline=float(scale(torch.tensor(baseline, dtype=torch.float64))) if seen else 0.0,
     )
+    in_loss_N, reasons = _in_loss(columns, algorithm)
+    has_signal = _has_signal(columns, advantages_N)
+    trained_N = in_loss_N
+    if algorithm.kl != "loss" and algorithm.entropy_coef == 0:
+        trained_N = in_loss_N & has_signal[columns.group_of_response_B][columns.response_N].numpy()
+    reasons["no_signal"] = in_loss_N & ~trained_N
+    num_sampled = max(1, int(columns.sampled_N.sum()))
+    kl_reference = _mean_kl(columns, in_loss_N)
+    if kl_reference is not None:
+        state.observe_kl(kl_reference)
+    return StepBatch(
+        groups=columns.groups,
+        advantages_N=advantages_N,
+        token_weights_N=_token_weights(columns, algorithm, in_loss_N, max_new_tokens),
+        trained_N=trained_N,
+        in_loss_N=in_loss_N,
+        behavior_logprobs_N=columns.behavior_N,
+        reference_logprobs_N=columns.reference_N,
+        values_N=columns.values_N,
+        returns_N=returns_N,
+        versions_N=columns.versions_N,
+        response_N=columns.response_N,
+        lengths_B=columns.lengths_B,
+        group_of_response_B=columns.group_of_response_B,
+        rewards_B=rewards_B,
+        kl_coef=kl_coef,
+        kl_reference=kl_reference,
+        no_signal_groups=int((~has_signal).sum()),
+        masked_fraction={reason: float(mask_N.sum() / num_sampled) for reason, mask_N in reasons.items()},
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Columns:
+    """The groups' arrays, one after another, and who counts."""
+
+    groups: tuple[Group, ...]
+    lengths_B: Tensor
+    response_N: Tensor
+    group_of_response_B: Tensor
+    sampled_N: Tensor
+    behavior_N: Tensor
+    versions_N: Tensor
+    reference_N: Tensor | None
+    values_N: Tensor | None
+    scored_B: Tensor
+    truncated_B: Tensor
+    counted_B: Tensor
+    """Scored, and not excluded for being truncated: in the statistics."""
+    counted_N: Tensor
+    """Sampled, in a response that counts."""
+    num_sampled_B: Tensor
+    """int64, sampled tokens of the response."""
+
+
+def _columns(groups: Sequence[Group], algorithm: Algorithm) -> _Columns:
+    lengths_B = _joined(groups, "lengths")
+    scored_B, truncated_B = _joined(groups, "scored"), _joined(groups, "truncated")
+    response_N = torch.arange(len(lengths_B)).repeat_interleave(lengths_B)
+    sampled_N = _joined(groups, "loss_mask")
+    counted_B = scored_B & ~truncated_B if algorithm.truncated == "exclude" else scored_B
+    needs_values = algorithm.advantage in ("gae", "remax", "vine")
+    return _Columns(
+        groups=tuple(groups),
+        lengths_B=lengths_B,
+        response_N=response_N,
+        group_of_response_B=torch.arange(len(groups)).repeat_interleave(
+            torch.tensor([len(group.lengths) for group in groups])
+        ),
+        sampled_N=sampled_N,
+        behavior_N=_joined(groups, "behavior_logprobs"),
+        versions_N=_joined(groups, "versions"),
+        reference_N=_needed(groups, "reference_logprobs", f"kl={algorithm.kl}")
+        if algorithm.needs_reference
+        else None,
+        values_N=_needed(groups, "values", f"advantage={algorithm.advantage}") if needs_values else None,
+        scored_B=scored_B,
+        truncated_B=truncated_B,
+        counted_B=counted_B,
+        counted_N=sampled_N & counted_B[response_N],
+        num_sampled_B=torch.bincount(response_N[sampled_N], minlength=len(lengths_B)),
+    )
+
+
+def _joined(groups: Sequence[Group], name: str) -> Tensor:
+    return torch.from_numpy(np.concatenate([getattr(group, name) for group in groups]))
+
+
+def _needed(groups: Sequence[Group], name: str, needed_by: str) -> Tensor:
+    if any(getattr(group, name) is None and group.lengths.any() for group in groups):
+        raise SchemaError(f"column {name!r} is missing, which algorithm.{needed_by} needs")
+    empty = np.zeros(0, dtype=np.float32)
+    return torch.from_numpy(
+        np.concatenate([empty if getattr(group, name) is None else getattr(group, name) for group in groups])
+    )
+
+
+def _outcomes(
+    columns: _Columns, algorithm: Algorithm, max_new_tokens: int, state: RewardState
+) -> tuple[Tensor, Scale]:
+    """[B] float64 rewards after overlong penalty, normalisation and clip, NaN where the response does not count; and
+    the last two by themselves. `state` sees the rewards in between."""
+    penalised_B = _joined(columns.groups, "rewards").to(torch.float64) + overlong_penalty(
+        columns.num_sampled_B, max_new_tokens, algorithm.overlong_penalty
+    )
+    counted = penalised_B[columns.counted_B]
+    state.observe_rewards(counted.tolist())
+    scale = reward_scale(counted, algorithm, state)
+    return scale(penalised_B).masked_fill(~columns.counted_B, float("nan")) + 0.0, scale
+
+
+def _token_rewards(columns: _Columns, algorithm: Algorithm, outcomes_B: Tensor, kl_coef: float) -> Tensor:
+    penalties_N = None
+    if algorithm.kl == "reward" and columns.reference_N is not None:
+        estimator = algorithm.kl_estimator
+        assert estimator in ("k1", "k2", "k3")  # the configuration refuses the others in a reward
+        kl_N = kl_estimate(columns.behavior_N, columns.reference_N, estimator)
+        penalties_N = kl_coef * kl_N.masked_fill(is_missing(columns.behavior_N), 0.0)
+    return token_rewards(
+        outcomes_B,
+        columns.counted_N,
+        columns.lengths_B,
+        penalties_N=penalties_N,
+        step_ends=_steps(columns, "step_ends") if algorithm.process_rewards else (),
+        step_rewards=_steps(columns, "step_rewards") if algorithm.process_rewards else (),
+    )
+
+
+def _steps(columns: _Columns, name: str) -> list[np.ndarray]:
+    """One array per response of the step, empty where the group has none."""
+    nothing = np.zeros(0, dtype=np.int64)
+    return [
+        steps for group in columns.groups for steps in getattr(group, name) or [nothing] * len(group.lengths)
+    ]
+
+
+def _totals(columns: _Columns, outcomes_B: Tensor, rewards_N: Tensor) -> Tensor:
+    """[B] float64: the sum of a response's token rewards, or its outcome where no token can carry it."""
+    sums_B = torch.zeros_like(outcomes_B).index_add_(0, columns.response_N, rewards_N)
+    return torch.where(columns.counted_B & (columns.num_sampled_B > 0), sums_B, outcomes_B)
+
+
+def _advantages(
+    columns: _Columns,
+    algorithm: Algorithm,
+    rewards_N: Tensor,
+    rewards_B: Tensor,
+    *,
+    scale: Scale,
+    baseline: float,
+) -> tuple[Tensor, Tensor | None]:
+    """[N] float32 advantages, and returns where the estimator has them.
+
+    `scale` brings values that are mean rewards of other responses (remax, vine) to the unit of `rewards_B`; a
+    critic's are in it already. `baseline` is in it, too."""
+    mask_N, lengths_B, gamma = columns.counted_N, columns.lengths_B, algorithm.gamma
+    if algorithm.advantage == "reinforce":
+        return estimators.reinforce(rewards_N, mask_N, lengths_B, gamma=gamma), None
+    if algorithm.advantage == "reinforce_baseline":
+        return estimators.reinforce_baseline(
+            rewards_N, mask_N, lengths_B, gamma=gamma, baseline=baseline
+        ), None
+    if algorithm.advantage == "reinforce_pp":
+        return estimators.reinforce_pp(rewards_N, mask_N, lengths_B, gamma=gamma), None
+    if columns.values_N is None:
+        advantages_B = _outcome_advantages(columns, algorithm, rewards_B)
+        return torch.where(mask_N, advantages_B[columns.response_N], 0.0), None
+    if algorithm.advantage == "gae":
+        return estimators.gae(
+            rewards_N, columns.values_N, mask_N, lengths_B, gamma=gamma, gae_lambda=algorithm.gae_lambda
+        )
+    if algorithm.advantage == "remax":
+        return estimators.remax(rewards_B, scale(columns.values_N), mask_N, lengths_B), None
+    return estimators.vine(
+        rewards_B, scale(columns.values_N), _needed_step_ends(columns), mask_N, lengths_B
+    ), None
+
+
+def _needed_step_ends(columns: _Columns) -> list[np.ndarray]:
+    step_ends = _steps(columns, "step_ends")
+    has_tokens_B = columns.counted_B & (columns.num_sampled_B > 0)
+    if any(not len(ends) and needed for ends, needed in zip(step_ends, has_tokens_B.tolist(), strict=True)):
+        raise SchemaError("column 'step_ends' is missing, which algorithm.advantage=vine needs")
+    return step_ends
+
+
+def _outcome_advantages(columns: _Columns, algorithm: Algorithm, rewards_B: Tensor) -> Tensor:
+    """[B] float32: of the estimators that compare the responses of a group."""
+    batch_std = exact_std(rewards_B[columns.counted_B].tolist())
+    sizes = [len(group.lengths) for group in columns.groups]
+    return torch.cat(
+        [
+            _group_advantages(group, algorithm, rewards_G, counted_G, batch_std)
+            for group, rewards_G, counted_G in zip(
+                columns.groups, rewards_B.split(sizes), columns.counted_B.split(sizes), strict=True
+            )
+        ]
+    )
+
+
+def _group_advantages(
+    group: Group, algorithm: Algorithm, rewards_G: Tensor, counted_G: Tensor, batch_std: float
+) -> Tensor:
+    if algorithm.advantage == "rloo":
+        return estimators.rloo(rewards_G, counted_G)
+    if algorithm.advantage == "group_batch_std":
+        return estimators.group_batch_std(rewards_G, counted_G, batch_std)
+    if algorithm.advantage == "per_agent":
+        return estimators.per_agent(rewards_G, counted_G, group.agent_ids)
+    if algorithm.advantage == "joint_group":
+        if group.sample_index is None:
+            raise SchemaError("column 'sample_index' is missing, which algorithm.advantage=joint_group needs")
+        return estimators.joint_group(rewards_G, counted_G, torch.from_numpy(group.sample_index))
+    if algorithm.advantage == "group":
+        return estimators.group(rewards_G, counted_G)
+    # group_mean; and min_variance, whose baseline the trainer puts in once it knows the gradients' norms.
+    return estimators.group_mean(rewards_G, counted_G)
+
+
+def _in_loss(columns: _Columns, algorithm: Algorithm) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """[N] bool, sampled tokens that the loss takes; and those that it does not take, by reason."""
+    sampled_N = columns.sampled_N.numpy()
+    scored_N = columns.scored_B[columns.response_N].numpy()
+    kept_N = np.ones_like(sampled_N)
+    if algorithm.truncated != "keep":
+        kept_N = ~columns.truncated_B[columns.response_N].numpy()
+    known_N = np.ones_like(sampled_N)
+    if _needs_behavior(algorithm):
+        known_N = ~is_missing(columns.behavior_N).numpy()
+    return sampled_N & scored_N & kept_N & known_N, {
+        "unscored": sampled_N & ~scored_N,
+        "truncated": sampled_N & scored_N & ~kept_N,
+        "missing_logprob": sampled_N & scored_N & kept_N & ~known_N,
+    }
+
+
+def _needs_behavior(algorithm: Algorithm) -> bool:
+    """Whether a token without behavior log-probability has no loss."""
+    return bool(
+        algorithm.correction
+        or algorithm.old_policy == "behavior"
+        or algorithm.staleness_adaptive is not None
+        or (algorithm.kl == "loss" and algorithm.kl_estimator == "unbiased")
+    )
+
+
+def _has_signal(columns: _Columns, advantages_N: Tensor) -> Tensor:
+    """[groups] bool: some advantage is not 0."""
+    has_signal = torch.zeros(len(columns.groups), dtype=torch.bool)
+    has_signal[columns.group_of_response_B[columns.response_N[advantages_N != 0]]] = True
+    return has_signal
+
+
+def _token_weights(
+    columns: _Columns, algorithm: Algorithm, in_loss_N: np.ndarray, max_new_tokens: int
+) -> Tensor:
+    loss_lengths_B = torch.bincount(
+        columns.response_N[torch.from_numpy(in_loss_N)], minlength=len(columns.lengths_B)
+    )
+    weights_B = token_weights(loss_lengths_B, aggregation=algorithm.aggregation, budget=max_new_tokens)
+    return weights_B.repeat_interleave(columns.lengths_B)
+
+
+def _mean_kl(columns: _Columns, in_loss_N: np.ndarray) -> float | None:
+    """Mean k1 over tokens in the loss whose behavior log-probability is known; NaN if a reference one is not finite."""
+    if columns.reference_N is None:
+        return None
+    used_N = torch.from_numpy(in_loss_N) & ~is_missing(columns.behavior_N)
+    if not used_N.any():
+        return None
+    k1 = kl_estimate(columns.behavior_N[used_N], columns.reference_N[used_N], "k1")
+    return exact_mean(k1.tolist()) if k1.isfinite().all() else float("nan")

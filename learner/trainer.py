@@ -1,35 +1,42 @@
-"""One optimizer step after another: packed forward and backward passes, AdamW. _N: response tokens of the step,
-flattened; _M: trained tokens of a micro-batch."""
+"""One optimizer step after another: packed forward and backward passes, then AdamW or a trust-region step.
+
+_N: response tokens of the step, flattened; _M: trained tokens of a micro-batch; _B: responses of the step. Every rank
+sees the whole batch and computes the same masks, advantages and denominators; it runs its share of the micro-batches.
+"""
 
 from __future__ import annotations
 
-import json
-import shutil
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 import pyarrow as pa
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from headway.core.config import Config
-from headway.core.errors import DataError, HeadwayError
+from headway.core.errors import HeadwayError
+from headway.core.rollouts import SCHEMA
+from headway.learner.advantages import min_variance
 from headway.learner.batching import MicroBatch, pack, unpack
-from headway.learner.checkpoint import writing
-from headway.learner.corrections import truncated_importance_weights
+from headway.learner.corrections import correct, ess_fraction, importance_weights
+from headway.learner.kl import k3, kl_loss
+from headway.learner.learner_state import load_learner, save_learner
 from headway.learner.logprobs import TokenLogprobs
-from headway.learner.losses import policy_loss
+from headway.learner.losses import policy_loss, token_weights
 from headway.learner.model import PolicyModel
-from headway.learner.stats import StepStats, Tally
+from headway.learner.rewards import RewardState
+from headway.learner.sharding import Ranks, alone
+from headway.learner.stats import StepStats, Tally, Trained, step_stats
 from headway.learner.step import StepBatch, prepare
+from headway.learner.trpo import TrpoResult, fisher_product, trpo_step
 
-TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model")
-"""Configuration and tokenizer files of a model folder, which go into every checkpoint beside the weights."""
+ESS_MEMORY = 0.9
+"""Share of its last value that the running ESS of fresh tokens keeps at each step."""
 
 
 class NonFiniteStep(HeadwayError):
@@ -49,24 +56,29 @@ class NonFiniteStep(HeadwayError):
 class Trainer:
     """The policy with its optimizer. Raises `DataError` when the model folder cannot be used."""
 
-    def __init__(self, config: Config, model_folder: Path) -> None:
+    def __init__(self, config: Config, model_folder: Path, ranks: Ranks = alone) -> None:
         self.config = config
-        self.model = PolicyModel(model_folder, dtype=config.model.dtype)
+        self.ranks = ranks
+        learner = config.learner
+        self.model = PolicyModel(
+            model_folder,
+            dtype=config.model.dtype,
+            ranks=ranks,
+            lora_rank=learner.lora_rank,
+            lora_alpha=learner.lora_alpha,
+            activation_checkpointing=learner.activation_checkpointing,
+        )
         self.version = 0
-        matrices = [p for p in self.model.masters.values() if p.dim() > 1]
-        others = [p for p in self.model.masters.values() if p.dim() <= 1]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": config.learner.weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ],
-            lr=config.learner.learning_rate,
-            betas=config.learner.adam_betas,
-            fused=True,
+        self.rewards = RewardState.start(config.algorithm)
+        self.fresh_ess = 1.0
+        """Running ESS fraction of tokens that the current version sampled."""
+        self.optimizer = adamw(
+            self.model.masters, learner.learning_rate, learner.weight_decay, learner.adam_betas
         )
 
-    def train(self, tables: Sequence[pa.Table], version: int) -> list[StepStats]:
-        """`steps_per_batch` optimizer steps on `groups_per_batch` groups, one table each.
+    def train(self, tables: Sequence[pa.Table], version: int) -> tuple[list[StepStats], pa.Table]:
+        """`steps_per_batch` optimizer steps on `groups_per_batch` groups, one table each. Returns their statistics,
+        and the columns `proximal_logprobs` and `advantages` with a row per response in the order of the tables.
 
         `version` is the learner's version before the batch. Raises `SchemaError` for tables that do not hold a
         group each, `NonFiniteStep`, and `ValueError` for a wrong version or number of groups.
@@ -79,169 +91,383 @@ class Trainer:
         per_step = self.config.learner.groups_per_step
         groups = [unpack(table) for table in tables]
         steps = [
-            prepare(groups[at : at + per_step], self.config.algorithm)
+            prepare(
+                groups[at : at + per_step],
+                self.config.algorithm,
+                max_new_tokens=self.config.sampling.max_new_tokens,
+                state=self.rewards,
+            )
             for at in range(0, len(groups), per_step)
         ]
-        batches = [self._pack(step) for step in steps]
         unpacked = time.perf_counter()
-        # In the first step the proximal policy is the current one; for later ones it has to be kept.
-        proximal = [None, *(self._proximal(*pair) for pair in zip(steps[1:], batches[1:], strict=True))]
+        proximal = [self._proximal(step, later=number > 0) for number, step in enumerate(steps)]
+        steps = [
+            self._with_proximal(step, proximal_N) for step, proximal_N in zip(steps, proximal, strict=True)
+        ]
         seconds = {"unpack": unpacked - started, "forward_backward": time.perf_counter() - unpacked}
-        stats = []
-        for step, step_batches, proximal_N in zip(steps, batches, proximal, strict=True):
-            stats.append(self._step(step, step_batches, proximal_N, seconds))
+        stats: list[StepStats] = []
+        columns: list[pa.Table] = []
+        for step, proximal_N in zip(steps, proximal, strict=True):
+            stopped = bool(stats) and stats[-1].stopped_by_kl
+            step_stats, trained = self._step(step, proximal_N, seconds, stopped=stopped)
+            stats.append(step_stats)
+            columns.append(_columns(step, trained, proximal_N))
             seconds = {"unpack": 0.0, "forward_backward": 0.0}
-        return stats
+        return stats, pa.concat_tables(columns)
 
-    def _pack(self, step: StepBatch) -> list[MicroBatch]:
-        return pack(step.groups, step.trained_N, microbatch_tokens=self.config.learner.microbatch_tokens)
+    # ---- before the update: log-probabilities under the weights of the batch's start ------------------------
+
+    def _proximal(self, step: StepBatch, *, later: bool) -> Tensor | None:
+        """[N] float32 log-probabilities under the current weights, NaN where nothing is trained; None where the step
+        finds them out by itself because they are those of its own forward pass, or has no use for them."""
+        algorithm = self.config.algorithm
+        ahead = algorithm.advantage == "min_variance" or not algorithm.rejected_in_denominator
+        if algorithm.old_policy == "behavior":
+            # What rejects is the current policy then; a later step is judged by the policy of the batch's start.
+            later = False
+        if not (later or ahead or algorithm.objective == "trpo"):
+            return None
+        return self._logprobs_of(step)
 
     @torch.no_grad()
-    def _proximal(self, step: StepBatch, batches: Sequence[MicroBatch]) -> Tensor:
-        """[N] float32 log-probabilities under the current weights; NaN where nothing is trained."""
-        proximal_N = torch.full(step.advantages_N.shape, float("nan"))
-        for batch in batches:
-            proximal_N[batch.token_index] = self._logprobs(batch).logprobs.cpu()
-        return proximal_N
+    def _logprobs_of(self, step: StepBatch) -> Tensor:
+        logprobs_N = torch.full(step.advantages_N.shape, torch.nan)
+        parts = []
+        for batch in self._share(step):
+            if batch is None:
+                self.model.idle_forward()
+            else:
+                parts.append((batch.token_index, self._forward(batch).logprobs.cpu()))
+        for part in self.ranks.all_gather(parts):
+            for tokens_M, values_M in part:
+                logprobs_N[tokens_M] = values_M
+        return logprobs_N
 
-    def _logprobs(self, batch: MicroBatch) -> TokenLogprobs:
-        return self.model.logprobs(batch, temperature=self.config.sampling.temperature)
+    def _with_proximal(self, step: StepBatch, proximal_N: Tensor | None) -> StepBatch:
+        """What the step can only know with log-probabilities: minimum-variance baselines, and denominators without
+        rejected tokens."""
+        algorithm = self.config.algorithm
+        if proximal_N is None:
+            return step
+        if algorithm.advantage == "min_variance":
+            step = self._with_min_variance(step, proximal_N)
+        if not algorithm.rejected_in_denominator and algorithm.correction:
+            tokens = torch.from_numpy(np.flatnonzero(step.trained_N))
+            behavior = step.behavior_logprobs_N[tokens]
+            log_correction = proximal_N[tokens] - behavior
+            corrected = correct(
+                log_correction, step.response_N[tokens], step.advantages_N[tokens], -log_correction, algorithm
+            )
+            kept_N = torch.from_numpy(step.in_loss_N).clone()
+            for mask in corrected.rejected.values():
+                kept_N[tokens[mask]] = False
+            lengths_B = torch.bincount(step.response_N[kept_N], minlength=len(step.lengths_B))
+            weights_B = token_weights(
+                lengths_B, aggregation=algorithm.aggregation, budget=self.config.sampling.max_new_tokens
+            )
+            step = replace(step, token_weights_N=weights_B[step.response_N])
+        return step
+
+    def _with_min_variance(self, step: StepBatch, proximal_N: Tensor) -> StepBatch:
+        """Advantages over the baseline that weighs rewards by squared importance weight times squared gradient norm:
+        one backward pass for every response."""
+        num_responses = len(step.lengths_B)
+        norms_B = torch.zeros(num_responses, dtype=torch.float64)
+        weights_B = torch.zeros(num_responses, dtype=torch.float64)
+        trained_N = torch.from_numpy(step.trained_N)
+        for response in step.response_N[trained_N].unique().tolist():
+            own_N = trained_N & (step.response_N == response)
+            self.model.zero_grad()
+            for batch in self._pack(step, own_N.numpy()):
+                self._forward(batch).logprobs.sum().backward()
+            norms_B[response] = self.model.grad_norm() ** 2
+            log_weight = (proximal_N - step.behavior_logprobs_N)[own_N].sum()
+            weights_B[response] = float(importance_weights(log_weight))
+        self.model.zero_grad()
+        advantages_B = torch.zeros(num_responses)
+        for group in step.group_of_response_B.unique():
+            rows = step.group_of_response_B == group
+            rewards_G = step.rewards_B[rows]
+            advantages_B[rows] = min_variance(
+                rewards_G, ~torch.isnan(rewards_G), weights_B[rows], norms_B[rows]
+            )
+        return replace(step, advantages_N=advantages_B[step.response_N])
+
+    # ---- one step --------------------------------------------------------------------------------------------
 
     def _step(
-        self,
-        step: StepBatch,
-        batches: Sequence[MicroBatch],
-        proximal_N: Tensor | None,
-        seconds: dict[str, float],
-    ) -> StepStats:
+        self, step: StepBatch, proximal_N: Tensor | None, seconds: dict[str, float], *, stopped: bool
+    ) -> tuple[StepStats, Trained]:
         started = time.perf_counter()
+        algorithm = self.config.algorithm
         tally = Tally()
         self.model.zero_grad()
-        for batch in batches:
-            self._accumulate(step, batch, proximal_N, tally)
+        if not stopped:
+            for batch in self._share(step):
+                if batch is None:
+                    self.model.idle_backward()
+                else:
+                    self._accumulate(step, batch, proximal_N, tally)
+        tally = Tally.merged(self.ranks.all_gather(tally))
+        if tally.fault:
+            self._refuse(*tally.fault, step)
+        trained = Trained.of(tally, step, proximal_N, self.version)
+        if algorithm.kl_stop is not None and proximal_N is not None and len(trained.tokens_K):
+            moved = k3(trained.current_K - proximal_N[trained.tokens_K]).mean()
+            stopped = stopped or bool(moved > algorithm.kl_stop)
         after_backward = time.perf_counter()
-        learning_rate = self.learning_rate()
-        grad_norm = self._optimize(step, learning_rate)
-        return tally.stats(
-            step.groups,
+        scale = self._ess_lr_scale(trained)
+        learning_rate = 0.0 if stopped else self.learning_rate() * scale
+        trust_region = None
+        if stopped:
+            grad_norm = self.model.grad_norm()
+            self.model.zero_grad()
+        elif algorithm.objective == "trpo":
+            assert proximal_N is not None
+            trust_region = self._trust_region_step(step, proximal_N)
+            grad_norm, learning_rate = trust_region.grad_norm, 0.0
+        else:
+            grad_norm = self._optimize(step, learning_rate)
+        self.version += 1
+        return step_stats(
+            step,
+            tally,
+            trained,
+            algorithm,
             version=self.version,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            no_signal_groups=step.no_signal_groups,
-            masked_fraction=step.masked_fraction,
+            ess_lr_scale=scale,
+            stopped_by_kl=stopped,
+            trust_region=trust_region,
             seconds={
                 "unpack": seconds["unpack"],
                 "forward_backward": seconds["forward_backward"] + after_backward - started,
                 "optimizer": time.perf_counter() - after_backward,
             },
-        )
+        ), trained
 
     def _accumulate(
         self, step: StepBatch, batch: MicroBatch, proximal_N: Tensor | None, tally: Tally
     ) -> None:
-        """Forward and backward pass of one micro-batch."""
+        """Forward and backward pass of one micro-batch. A fault is only noted: other ranks are in the same pass, and
+        must learn of it before any of them stops."""
         algorithm = self.config.algorithm
         tokens_M = batch.token_index
-        result = self._logprobs(batch)
-        current_M = result.logprobs.detach().cpu()
-        if not (finite_M := torch.isfinite(current_M)).all():
-            self._refuse("a log-probability", step, tokens_M[~finite_M])
-        proximal_M = current_M if proximal_N is None else proximal_N[tokens_M]
-        behavior_M = step.behavior_logprobs_N[tokens_M]
-        importance_M = torch.ones_like(proximal_M)
-        if algorithm.correction == "tis_token":
-            importance_M = truncated_importance_weights(proximal_M - behavior_M, algorithm.correction_cap)
+        result = self._forward(batch)
         device = result.logprobs.device
+        current_M = result.logprobs.detach().cpu()
+        behavior_M = step.behavior_logprobs_N[tokens_M]
+        advantages_M = step.advantages_N[tokens_M]
+        response_M = step.response_N[tokens_M]
+        anchor_M = current_M if proximal_N is None else proximal_N[tokens_M]
+        factor_M = torch.ones_like(current_M)
+        if algorithm.correction:
+            corrected = correct(
+                anchor_M - behavior_M, response_M, advantages_M, behavior_M - current_M, algorithm
+            )
+            factor_M = corrected.factor_M
+            for name, mask in corrected.rejected.items():
+                tally.rejected.setdefault(name, []).append(mask)
+        old_M = behavior_M if algorithm.old_policy == "behavior" else anchor_M
+        weights_M = step.token_weights_N[tokens_M]
         policy = policy_loss(
             result.logprobs,
-            proximal_M.to(device),
-            step.advantages_N[tokens_M].to(device),
-            importance_M.to(device),
-            step.token_weights_N[tokens_M].to(device),
+            old_M.to(device),
+            advantages_M.to(device),
+            factor_M.to(device),
+            weights_M.to(device),
+            response_M.to(device),
             torch.ones_like(result.logprobs, dtype=torch.bool),
+            objective=algorithm.objective,
+            ratio=algorithm.ratio,
+            ratio_mix=algorithm.ratio_mix,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
+            dual_clip=algorithm.dual_clip,
+            staleness_adaptive=algorithm.staleness_adaptive,
+            log_importance_N=(anchor_M - behavior_M).to(device),
         )
-        if not torch.isfinite(policy.loss):
-            self._refuse("the loss", step, tokens_M)
-        policy.loss.backward()
-        tally.add(
-            policy,
-            result.entropy,
-            current_M=current_M,
-            proximal_M=proximal_M,
-            behavior_M=behavior_M,
-            own_M=step.versions_N[tokens_M] == self.version,
-        )
+        loss = policy.loss
+        if algorithm.kl == "loss":
+            assert step.reference_logprobs_N is not None
+            loss = loss + step.kl_coef * kl_loss(
+                result.logprobs,
+                step.reference_logprobs_N[tokens_M].to(device),
+                behavior_M.to(device),
+                factor_M.to(device),
+                weights_M.to(device),
+                torch.ones_like(result.logprobs, dtype=torch.bool),
+                estimator=algorithm.kl_estimator,
+            )
+        if algorithm.entropy_coef:
+            loss = loss - algorithm.entropy_coef * (result.entropy * weights_M.to(device)).sum()
+        finite_M = torch.isfinite(current_M)
+        if not finite_M.all():
+            tally.fault = ("a log-probability", tokens_M[~finite_M])
+        elif not torch.isfinite(loss):
+            tally.fault = ("the loss", tokens_M)
+        (loss if tally.fault is None else 0.0 * result.logprobs.sum()).backward()
+        tally.loss += loss.item()
+        tally.num_clipped += int(policy.num_clipped)
+        tally.tokens.append(tokens_M)
+        tally.current.append(current_M)
+        tally.factors.append(factor_M)
+        tally.entropy.append(result.entropy.detach().cpu())
+
+    def _optimize(self, step: StepBatch, learning_rate: float) -> float:
+        """Applies the gradients and returns their norm before clipping. A step whose groups all lack signal has
+        gradient zero, and is still a step: the moments decay."""
+        norm = self.model.clip_grad(self.config.learner.max_grad_norm)
+        if not math.isfinite(norm):
+            self._refuse("the gradient", torch.from_numpy(np.flatnonzero(step.trained_N)), step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.model.zero_grad()
+        self.model.refresh()
+        return norm
 
     def learning_rate(self) -> float:
         """Of the next step: linear warm-up over `warmup_steps`, then constant."""
         warmup = self.config.learner.warmup_steps
         return self.config.learner.learning_rate * min(1.0, (self.version + 1) / max(1, warmup))
 
-    def _optimize(self, step: StepBatch, learning_rate: float) -> float:
-        """Applies the gradients and returns their norm before clipping. A step whose groups all lack signal has
-        gradient zero, and is still a step: the moments decay."""
+    def _ess_lr_scale(self, trained: Trained) -> float:
+        """sqrt(ESS fraction of this step / running ESS fraction of fresh tokens), at most 1: VCPO (arXiv 2602.17616).
+        The steadier the weights, the nearer the step is to one on fresh data."""
+        known_K = trained.known_K
+        if not self.config.algorithm.ess_lr or not known_K.any():
+            return 1.0
+        weights = importance_weights(trained.log_correction_K[known_K])
+        fresh = weights[trained.lag_K[known_K] == 0]
+        if len(fresh):
+            self.fresh_ess = ESS_MEMORY * self.fresh_ess + (1 - ESS_MEMORY) * ess_fraction(fresh)
+        return min(1.0, (ess_fraction(weights) / self.fresh_ess) ** 0.5)
+
+    # ---- trust region ----------------------------------------------------------------------------------------
+
+    def _trust_region_step(self, step: StepBatch, proximal_N: Tensor) -> TrpoResult:
+        """A natural gradient step on the gradient that has been accumulated."""
+        algorithm = self.config.algorithm
         parameters = list(self.model.masters.values())
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if not torch.isfinite(norm):
-            self._refuse("the gradient", step, torch.from_numpy(np.flatnonzero(step.trained_N)))
-        if norm > self.config.learner.max_grad_norm:
-            clip_grads_with_norm_(parameters, self.config.learner.max_grad_norm, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
+        gradient = [-p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        if not all(torch.isfinite(part).all() for part in gradient):
+            self._refuse("the gradient", torch.from_numpy(np.flatnonzero(step.trained_N)), step)
+        num_tokens = max(1, int(step.trained_N.sum()))
+        batches = self._pack(step, step.trained_N)
+
+        def k2_gradient() -> list[Tensor]:
+            self.model.zero_grad()
+            for batch in batches:
+                logprobs_M = self._forward(batch).logprobs
+                moved_M = logprobs_M - proximal_N[batch.token_index].to(logprobs_M.device)
+                (0.5 * moved_M.square().sum() / num_tokens).backward()
+            return [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+
+        @torch.no_grad()
+        def evaluate() -> tuple[float, float]:
+            surrogate = kl = 0.0
+            for batch in batches:
+                tokens_M = batch.token_index
+                log_ratio_M = self._forward(batch).logprobs.cpu() - proximal_N[tokens_M]
+                weights_M = self._factor_of(step, tokens_M, proximal_N) * step.token_weights_N[tokens_M]
+                gain_M = importance_weights(log_ratio_M) * step.advantages_N[tokens_M] * weights_M
+                surrogate += float(gain_M.sum())
+                kl += float(k3(log_ratio_M).sum()) / num_tokens
+            return surrogate, kl
+
+        result = trpo_step(
+            parameters,
+            gradient,
+            fisher_product(parameters, k2_gradient),
+            evaluate,
+            max_kl=algorithm.trust_region_kl,
+            iterations=algorithm.cg_iterations,
+            damping=algorithm.cg_damping,
+        )
         self.model.zero_grad()
         self.model.refresh()
-        self.version += 1
-        return float(norm)
+        return result
 
-    def _refuse(self, what: str, step: StepBatch, tokens: Tensor) -> NoReturn:
+    def _factor_of(self, step: StepBatch, tokens_M: Tensor, proximal_N: Tensor) -> Tensor:
+        if not self.config.algorithm.correction:
+            return torch.ones(len(tokens_M))
+        log_correction_M = proximal_N[tokens_M] - step.behavior_logprobs_N[tokens_M]
+        return correct(
+            log_correction_M,
+            step.response_N[tokens_M],
+            step.advantages_N[tokens_M],
+            -log_correction_M,
+            self.config.algorithm,
+        ).factor_M
+
+    # ---- micro-batches ---------------------------------------------------------------------------------------
+
+    def _pack(self, step: StepBatch, trained_N: np.ndarray) -> list[MicroBatch]:
+        return pack(step.groups, trained_N, microbatch_tokens=self.config.learner.microbatch_tokens)
+
+    def _share(self, step: StepBatch) -> list[MicroBatch | None]:
+        """This rank's micro-batches. Every rank must go through as many passes as the others: None stands for one
+        without tokens."""
+        batches = self._pack(step, step.trained_N)
+        rank, size = self.ranks.rank, self.ranks.size
+        share: list[MicroBatch | None] = [*batches[rank::size]]
+        return share + [None] * (-(-len(batches) // size) - len(share))
+
+    def _forward(self, batch: MicroBatch) -> TokenLogprobs:
+        return self.model.logprobs(batch, temperature=self.config.sampling.temperature)
+
+    def _refuse(self, what: str, tokens: Tensor, step: StepBatch) -> NoReturn:
         self.model.zero_grad()
-        ends = np.cumsum(np.concatenate([group.lengths for group in step.groups]))
         rollout_ids = [rollout_id for group in step.groups for rollout_id in group.rollout_ids]
-        rows = np.unique(np.searchsorted(ends, tokens.cpu().numpy(), side="right"))
+        rows = step.response_N[tokens].unique().tolist()
         raise NonFiniteStep(what, self.version, [rollout_ids[row] for row in rows])
 
+    # ---- checkpoint ------------------------------------------------------------------------------------------
+
     def save(self, folder: Path) -> None:
-        """Writes the learner's part of a checkpoint into `folder`: `model/`, a Hugging Face folder with the float32
-        masters, and `learner.pt`. Raises `CheckpointFailed`."""
-        with writing(folder):
-            model = folder / "model"
-            model.mkdir()
-            for file in self.model.folder.iterdir():
-                if file.suffix in TEXT_SUFFIXES and not file.name.endswith(".index.json"):
-                    shutil.copyfile(file, model / file.name)
-            config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-            config.pop("torch_dtype", None)
-            config["dtype"] = "float32"
-            (model / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-            masters = {name: p.detach().contiguous() for name, p in self.model.masters.items()}
-            save_file(masters, model / "model.safetensors", metadata={"format": "pt"})
-            state = {
-                "version": self.version,
-                "optimizer": self.optimizer.state_dict(),
-                "rng": torch.get_rng_state(),
-                "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            }
-            torch.save(state, folder / "learner.pt")
+        """Writes the learner's part of a checkpoint into `folder` (`learner_state.save_learner`)."""
+        extra = {"rewards": self.rewards.state(), "fresh_ess": self.fresh_ess}
+        save_learner(folder, self.model, self.optimizer, self.version, extra)
 
     def load(self, folder: Path) -> None:
-        """Takes up where `save` left off, bit for bit. Raises `DataError` when `folder` holds another model."""
-        masters = load_file(folder / "model" / "model.safetensors")
-        shapes = {name: tuple(p.shape) for name, p in self.model.masters.items()}
-        if shapes != {name: tuple(tensor.shape) for name, tensor in masters.items()}:
-            raise DataError(f"checkpoint {folder} holds another model than {self.model.folder} (model.path)")
-        state = torch.load(folder / "learner.pt", weights_only=True, map_location="cpu")
-        with torch.no_grad():
-            for name, parameter in self.model.masters.items():
-                parameter.copy_(masters[name])
-        self.model.refresh()
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
-        if torch.cuda.is_available() and state["cuda_rng"]:
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
-        self.version = state["version"]
+        """Takes up where `save` left off, bit for bit on the same number of ranks. Raises `DataError` when `folder`
+        holds another model."""
+        self.version, extra = load_learner(folder, self.model, self.optimizer)
+        self.rewards.restore(extra["rewards"])
+        self.fresh_ess = extra["fresh_ess"]
+
+
+def adamw(
+    masters: dict[str, torch.nn.Parameter],
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+) -> torch.optim.AdamW:
+    """AdamW (arXiv 1711.05101) that decays matrices only."""
+    matrices = [p for p in masters.values() if p.dim() > 1]
+    others = [p for p in masters.values() if p.dim() <= 1]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=learning_rate,
+        betas=betas,
+        fused=True,
+    )
+
+
+def _columns(step: StepBatch, trained: Trained, proximal_N: Tensor | None) -> pa.Table:
+    """What the learner knows of every response token: NaN where it did not look."""
+    if proximal_N is None:
+        proximal_N = torch.full(step.advantages_N.shape, torch.nan)
+        proximal_N[trained.tokens_K] = trained.current_K
+    offsets = np.concatenate([[0], np.cumsum(step.lengths_B.numpy())]).astype(np.int32)
+    columns = {"proximal_logprobs": proximal_N, "advantages": step.advantages_N}
+    return pa.table(
+        {
+            name: pa.ListArray.from_arrays(pa.array(offsets), pa.array(values_N.numpy(), pa.float32())).cast(
+                SCHEMA.field(name).type
+            )
+            for name, values_N in columns.items()
+        }
+    )

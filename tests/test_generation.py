@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headway.actors.generation import GenerationActor, GroupRequest, encode
+from headway.actors.generation_rows import SampleRequest
+from headway.core import rollouts
 from headway.core.config import Config, parse_config
 from headway.core.errors import DataError, RolloutFailed, WeightUpdateFailed
 from headway.core.prompts import Prompt
@@ -67,6 +70,16 @@ class Learner:
             for parameter in self.model.masters.values():
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
         self.model.refresh()
+
+    @torch.no_grad()
+    def greedy(self, prompt_ids: list[int], num_tokens: int) -> list[int]:
+        """The most likely next token, again and again."""
+        for name, parameter in self.plain.named_parameters():
+            parameter.copy_(self.model.masters[name])
+        ids = list(prompt_ids)
+        for _ in range(num_tokens):
+            ids.append(int(self.plain(torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(prompt_ids) :]
 
     @torch.no_grad()
     def largest_difference(self, table: pa.Table, temperature: float = 1.0) -> float:
@@ -203,6 +216,111 @@ async def test_a_group_that_takes_too_long_is_a_straggler(engine: GenerationActo
     with pytest.raises(RolloutFailed, match="straggler"):
         await engine.generate(request(800, max_new_tokens=230, deadline_s=0.02))
     assert (await engine.generate(request(801))).num_rows == 4
+
+
+async def test_a_greedy_answer_is_the_most_likely_one_and_leaves_the_others_alone(
+    engine: GenerationActor, learner: Learner
+) -> None:
+    ordinary = request(900, temperature=0.5)
+    plain = await engine.generate(ordinary)
+    table = await engine.generate(replace(ordinary, greedy=True))
+    assert table["response_ids"].to_pylist()[:4] == plain["response_ids"].to_pylist()
+    greedy = table.to_pylist()[4]
+    ids = greedy["response_ids"]
+    assert ids == learner.greedy(greedy["prompt_ids"], len(ids))
+    assert (greedy["rollout_id"], greedy["sample_index"]) == ("900/greedy", -1)
+    assert json.loads(greedy["extra"]) == {"baseline": "greedy"}
+    assert greedy["loss_mask"] == [0] * len(ids) and greedy["step_ends"] is None
+    assert learner.largest_difference(table.slice(4), temperature=1.0) <= 1e-4
+    assert learner.largest_difference(table.slice(0, 4), temperature=0.5) <= 1e-4
+    again = await engine.generate(replace(request(901), greedy=True))
+    assert again["response_ids"].to_pylist()[4] == ids
+
+
+async def test_a_sample_continues_exactly_the_tokens_of_its_prefix(
+    engine: GenerationActor, learner: Learner
+) -> None:
+    prefix = [2, 9, 8, 7, 9]
+    greedy = SampleRequest(
+        name="prefix",
+        prefix_ids=prefix,
+        seeds=[1],
+        temperature=0.0,
+        top_p=1.0,
+        max_new_tokens=12,
+        deadline_s=60.0,
+    )
+    (whole,) = await engine.sample(greedy)
+    assert whole.ids == learner.greedy(prefix, len(whole.ids))
+    first = whole.ids[:3]
+    (rest,) = await engine.sample(replace(greedy, prefix_ids=[*prefix, *first], max_new_tokens=9))
+    assert [*first, *rest.ids] == whole.ids
+    assert rest.version_spans == [{"start": 0, "end": len(rest.ids), "version": learner.version}]
+    one, two, other = await engine.sample(replace(greedy, seeds=[1, 1, 2], temperature=1.0))
+    assert one == two and one.ids != other.ids
+    with pytest.raises(
+        RolloutFailed, match=r"prefix: a prompt of 5 tokens and 252 .*max_model_len=256; .* 257"
+    ):
+        await engine.sample(replace(greedy, max_new_tokens=252))
+
+
+async def test_branches_start_where_steps_end(engine: GenerationActor) -> None:
+    plain = await engine.generate(request(910))
+    longest = max(plain.to_pylist(), key=lambda row: len(row["response_ids"]))
+    separator = engine._decode(longest["response_ids"][5:7])  # two tokens
+    table = await engine.generate(replace(request(910), branches=2, step_separator=separator, max_steps=3))
+    rollouts.validate(table)
+    rows = table.to_pylist()
+    responses, extra = rows[:4], rows[4:]
+    assert [row["response_ids"] for row in responses] == plain["response_ids"].to_pylist()
+    states = [(None, 0), (None, 0)]
+    for row in responses:
+        ids = row["response_ids"]
+        *inner, last = row["step_ends"]
+        assert last == len(ids) and len(inner) <= 2
+        found = [engine._decode(ids[:end]).count(separator) for end in range(last)]
+        assert inner == [end for end in range(1, last) if found[end] > found[end - 1]][:2]
+        states += [(row["sample_index"], end) for end in inner for _ in range(2)]
+    assert (longest["sample_index"], 7) in states
+    assert [(m["row"], m["at"]) for m in (json.loads(row["extra"]) for row in extra)] == states
+    assert len({row["rollout_id"] for row in rows}) == len(rows)
+    for row, (response, at) in zip(extra, states, strict=True):
+        before = responses[response]["response_ids"][:at] if response is not None else []
+        assert row["sample_index"] == (-1 if response is None else response)
+        assert row["prompt_ids"] == responses[0]["prompt_ids"] + before
+        assert 1 <= len(row["response_ids"]) <= 60 - at and not any(row["loss_mask"])
+        assert row["truncated"] == (len(row["response_ids"]) == 60 - at and row["finish_reason"] == "length")
+        assert row["text"] == engine._decode(before + row["response_ids"])
+    assert extra[0]["response_ids"] != extra[1]["response_ids"]
+
+
+async def test_a_checker_reads_the_solver_of_its_episode(engine: GenerationActor, learner: Learner) -> None:
+    agents = {"solver": "{prompt}", "checker": "{prompt} is it {solver} ?"}
+    table = await engine.generate(replace(request(920), agents=agents, step_separator="\n"))
+    rollouts.validate(table)
+    rows = table.to_pylist()
+    assert [row["rollout_id"] for row in rows] == [f"920/{e}/{a}" for e in range(4) for a in agents]
+    assert [(row["sample_index"], row["agent_id"]) for row in rows] == [
+        (e, a) for e in range(4) for a in agents
+    ]
+    assert all(
+        min(row["loss_mask"]) == 1 and row["step_ends"][-1] == len(row["response_ids"]) for row in rows
+    )
+    for solver, checker in zip(rows[::2], rows[1::2], strict=True):
+        asked = replace(PROMPT, content=f"12 + 34 = is it {solver['text']} ?")
+        assert solver["prompt_ids"] == encode(engine._tokenizer, PROMPT, chat_template=False)
+        assert checker["prompt_ids"] == encode(engine._tokenizer, asked, chat_template=False)
+    assert len({tuple(row["prompt_ids"]) for row in rows}) == 5
+    assert learner.largest_difference(table) <= 1e-4
+
+
+async def test_an_agents_prompt_that_is_too_long_fails_its_group(engine: GenerationActor) -> None:
+    agents = {"solver": "{prompt}", "checker": "1" * 200 + "{solver}"}
+    with pytest.raises(
+        RolloutFailed, match=r"group 930, agent checker: .*max_model_len=256; set it"
+    ) as failed:
+        await engine.generate(replace(request(930), agents=agents))
+    assert failed.value.reason == "generation_failed"
 
 
 async def test_metrics_of_the_engine(engine: GenerationActor) -> None:

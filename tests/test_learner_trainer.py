@@ -16,6 +16,7 @@ from headway.core.config import Config, parse_config
 from headway.core.rollouts import build, replace_column
 from headway.learner.batching import unpack
 from headway.learner.pretrained import model_folder
+from headway.learner.rewards import RewardState
 from headway.learner.step import prepare
 from headway.learner.trainer import NonFiniteStep, Trainer
 
@@ -29,7 +30,7 @@ def config(algorithm: dict[str, Any] | None = None, *, dtype: str = "float32", *
             "run": {"steps": 60},
             "lag": {"max_version_lag": 8},
             "sampling": {"temperature": 0.8},
-            "algorithm": algorithm or {},
+            "algorithm": {"correction": "tis_token", "ess_lr": False, **(algorithm or {})},
             "learner": {"groups_per_step": 3, "learning_rate": 1e-4, "weight_decay": 0.1, **learner},
         }
     )
@@ -167,7 +168,7 @@ def test_three_steps_equal_the_plain_way(tiny_random: Path, aggregation: str, mi
     trainer, plain = Trainer(settings_, tiny_random), PlainTrainer(tiny_random, settings_)
     for step in range(3):
         tables = batch(seed=step, version=step)
-        (stats,) = trainer.train(tables, step)
+        ((stats,), _) = trainer.train(tables, step)
         assert (stats.loss, stats.grad_norm) == pytest.approx(plain.step(tables), abs=1e-5)
         assert stats.version == trainer.version == step + 1
     assert_same_weights(weights(trainer), dict(plain.model.named_parameters()), atol=1e-5)
@@ -178,7 +179,7 @@ def test_later_steps_of_a_batch_keep_its_first_policy_as_proximal(tiny_random: P
     settings_ = config(steps_per_batch=2)
     trainer, plain = Trainer(settings_, tiny_random), PlainTrainer(tiny_random, settings_)
     tables = batch(seed=5, groups=6)
-    first, second = trainer.train(tables, 0)
+    (first, second), _ = trainer.train(tables, 0)
     with torch.no_grad():
         proximal = plain.logprobs([r for table in tables[3:] for r in table.to_pylist()])
     assert (first.loss, first.grad_norm) == pytest.approx(plain.step(tables[:3]), abs=1e-5)
@@ -196,9 +197,9 @@ def test_budget_and_order_do_not_matter(
 ) -> None:
     tables = batch(seed=7)
     expected = Trainer(config(), tiny_random)
-    (want,) = expected.train(tables, 0)
+    ((want,), _) = expected.train(tables, 0)
     trainer = Trainer(config(microbatch_tokens=budget), tiny_random)
-    (got,) = trainer.train([tables[i].take(rows) for i in order], 0)
+    ((got,), _) = trainer.train([tables[i].take(rows) for i in order], 0)
     assert got.loss == pytest.approx(want.loss, abs=1e-6)
     assert got.grad_norm == pytest.approx(want.grad_norm, abs=1e-5)
     assert_same_weights(weights(trainer), weights(expected), atol=1e-5)
@@ -208,7 +209,7 @@ def test_budget_and_order_do_not_matter(
 def test_stats_by_hand(tiny_random: Path) -> None:
     tables = batch(seed=3, version=0)
     trainer = Trainer(config(warmup_steps=4), tiny_random)
-    (stats,) = trainer.train(tables, 0)
+    ((stats,), _) = trainer.train(tables, 0)
     rows = [r for table in tables for r in table.to_pylist()]
     assert sorted(stats.rewards) == [0.0] * 4 + [1.0] * 7
     assert stats.reward_mean == pytest.approx(7 / 11)
@@ -220,7 +221,12 @@ def test_stats_by_hand(tiny_random: Path) -> None:
     unscored = sum(rows[9]["loss_mask"])
     assert stats.num_tokens == sampled - flat - unscored == len(stats.importance_weights)
     assert stats.masked_fraction == pytest.approx(
-        {"unscored": unscored / sampled, "no_signal": flat / sampled, "missing_logprob": 0.0}
+        {
+            "unscored": unscored / sampled,
+            "truncated": 0.0,
+            "no_signal": flat / sampled,
+            "missing_logprob": 0.0,
+        }
     )
     assert stats.clipped_fraction == 0.0  # the ratio of the first step is 1
     assert stats.learning_rate == pytest.approx(1e-4 / 4)
@@ -240,8 +246,8 @@ def test_groups_without_signal_stay_in_the_denominator(tiny_random: Path) -> Non
     def count(table: pa.Table) -> int:
         return sum(map(sum, table.column("loss_mask").to_pylist()))
 
-    (alone,) = Trainer(config(groups_per_step=1), tiny_random).train([signal], 0)
-    (both,) = Trainer(config(groups_per_step=2), tiny_random).train([signal, flat], 0)
+    ((alone,), _) = Trainer(config(groups_per_step=1), tiny_random).train([signal], 0)
+    ((both,), _) = Trainer(config(groups_per_step=2), tiny_random).train([signal, flat], 0)
     assert both.loss == pytest.approx(alone.loss * count(signal) / (count(signal) + count(flat)), abs=1e-6)
     assert both.num_tokens == alone.num_tokens
 
@@ -249,12 +255,12 @@ def test_groups_without_signal_stay_in_the_denominator(tiny_random: Path) -> Non
 def test_a_batch_without_signal_is_a_step_with_gradient_zero(tiny_random: Path) -> None:
     trainer = Trainer(config(groups_per_step=1, weight_decay=0.0), tiny_random)
     before = weights(trainer)
-    (stats,) = trainer.train([group_table(0, seed=1, rewards=[0, 0, None])], 0)
+    ((stats,), _) = trainer.train([group_table(0, seed=1, rewards=[0, 0, None])], 0)
     assert (stats.loss, stats.grad_norm, stats.num_tokens, stats.no_signal_groups) == (0.0, 0.0, 0, 1)
     assert stats.ess_fraction is stats.entropy is stats.behavior_kl is stats.clipped_fraction is None
     assert stats.version == trainer.version == 1
     assert_same_weights(weights(trainer), before, atol=0)
-    (stats,) = trainer.train([group_table(0, seed=1, rewards=[None, None])], 1)
+    ((stats,), _) = trainer.train([group_table(0, seed=1, rewards=[None, None])], 1)
     assert stats.reward_mean is None
 
 
@@ -264,12 +270,12 @@ def test_a_missing_behavior_logprob_leaves_the_loss_and_is_counted(tiny_random: 
     lists[0][0] = math.nan
     table = replace_column(table, "behavior_logprobs", lists)
     num_sampled = sum(map(sum, table.column("loss_mask").to_pylist()))
-    (stats,) = Trainer(config(groups_per_step=1), tiny_random).train([table], 0)
+    ((stats,), _) = Trainer(config(groups_per_step=1), tiny_random).train([table], 0)
     assert stats.masked_fraction["missing_logprob"] == pytest.approx(1 / num_sampled)
     assert stats.num_tokens == num_sampled - 1
     assert math.isfinite(stats.loss)
     # Without a correction the behavior policy is not in the loss, and nothing is missing.
-    (stats,) = Trainer(config({"correction": "none"}, groups_per_step=1), tiny_random).train([table], 0)
+    ((stats,), _) = Trainer(config({"correction": "none"}, groups_per_step=1), tiny_random).train([table], 0)
     assert stats.num_tokens == num_sampled and len(stats.importance_weights) == num_sampled - 1
 
 
@@ -282,8 +288,8 @@ def test_what_stands_in_masked_places_does_not_matter(tiny_random: Path) -> None
         for i, (mask, values) in enumerate(zip(masks, behavior, strict=True))
     ]
     clean, dirty = (Trainer(config(groups_per_step=1), tiny_random) for _ in range(2))
-    (want,) = clean.train([table], 0)
-    (got,) = dirty.train([replace_column(table, "behavior_logprobs", garbage)], 0)
+    ((want,), _) = clean.train([table], 0)
+    ((got,), _) = dirty.train([replace_column(table, "behavior_logprobs", garbage)], 0)
     assert got.loss == want.loss
     assert_same_weights(weights(dirty), weights(clean), atol=0)
 
@@ -305,7 +311,7 @@ def test_a_non_finite_value_is_named_and_destroys_nothing(tiny_random: Path) -> 
         trainer.model.masters["model.norm.weight"][0] = math.nan
     with pytest.raises(NonFiniteStep, match="log-probability"):
         trainer.train([good, good], 1)
-    (stats,) = _repaired(trainer, before).train([good, group_table(1, seed=1, rewards=[1, 0])], 1)
+    ((stats,), _) = _repaired(trainer, before).train([good, group_table(1, seed=1, rewards=[1, 0])], 1)
     assert math.isfinite(stats.grad_norm)
 
 
@@ -326,7 +332,8 @@ def test_wrong_version_or_size_is_refused(tiny_random: Path) -> None:
 
 def test_seq_mean_counts_only_responses_with_trained_tokens() -> None:
     table = group_table(0, seed=4, rewards=[1, 0, None])
-    step = prepare([unpack(table)], config({"aggregation": "seq_mean_token_mean"}).algorithm)
+    algorithm = config({"aggregation": "seq_mean_token_mean"}).algorithm
+    step = prepare([unpack(table)], algorithm, max_new_tokens=64, state=RewardState.start(algorithm))
     total = step.token_weights_N[torch.from_numpy(step.trained_N)].sum()
     assert total == pytest.approx(1.0)  # two responses of weight 1/2 each
 
@@ -334,14 +341,15 @@ def test_seq_mean_counts_only_responses_with_trained_tokens() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_checkpoint_goes_on_bit_for_bit(tiny_random: Path, tmp_path: Path, dtype: str) -> None:
     settings_ = config(warmup_steps=5, dtype=dtype)
-    whole = PolicyActor(settings_, str(tiny_random))
+    whole, resumed = (PolicyActor(settings_, str(tiny_random)) for _ in range(2))
+    for actor in (whole, resumed):
+        actor.start(0, 1, "", 10.0)
     for step in range(2):
         whole.train(step, *batch(seed=step))
     whole.save(str(tmp_path))
-    want = whole.train(2, *batch(seed=2))
-    resumed = PolicyActor(settings_, str(tiny_random))
+    want, _ = whole.train(2, *batch(seed=2))
     assert resumed.load(str(tmp_path)) == 2
-    got = resumed.train(2, *batch(seed=2))
+    got, _ = resumed.train(2, *batch(seed=2))
     assert (got[0].loss, got[0].grad_norm, got[0].learning_rate) == (
         want[0].loss,
         want[0].grad_norm,
@@ -373,8 +381,8 @@ def test_a_checkpoint_opens_as_a_model_folder(tiny_random: Path, tmp_path: Path)
 
 def test_bfloat16_network_holds_the_rounded_masters(tiny_random: Path) -> None:
     trainer = Trainer(config(dtype="bfloat16"), tiny_random)
-    (stats,) = trainer.train(batch(seed=0), 0)
-    (exact,) = Trainer(config(), tiny_random).train(batch(seed=0), 0)
+    ((stats,), _) = trainer.train(batch(seed=0), 0)
+    ((exact,), _) = Trainer(config(), tiny_random).train(batch(seed=0), 0)
     assert stats.loss == pytest.approx(exact.loss, abs=2e-2)
     for name, parameter in trainer.model.network.named_parameters():
         assert parameter.dtype == torch.bfloat16
@@ -385,8 +393,8 @@ def test_bfloat16_network_holds_the_rounded_masters(tiny_random: Path) -> None:
 def test_bfloat16_gradients_add_up_over_micro_batches(tiny_random: Path) -> None:
     whole = Trainer(config(dtype="bfloat16"), tiny_random)
     parts = Trainer(config(dtype="bfloat16", microbatch_tokens=16), tiny_random)
-    (want,) = whole.train(batch(seed=0), 0)
-    (got,) = parts.train(batch(seed=0), 0)
+    ((want,), _) = whole.train(batch(seed=0), 0)
+    ((got,), _) = parts.train(batch(seed=0), 0)
     assert got.grad_norm == pytest.approx(want.grad_norm, rel=0.03)
     left = torch.cat([tensor.flatten() for tensor in momentum(parts).values()])
     right = torch.cat([tensor.flatten() for tensor in momentum(whole).values()])

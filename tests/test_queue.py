@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pyarrow as pa
@@ -40,12 +41,35 @@ def queue() -> RolloutQueue:
 async def test_put_take_release() -> None:
     q = queue()
     receipt = await q.put(table(4, version=3, rewards=(1.0, None)))
-    assert (receipt.group_id, receipt.oldest_version, receipt.num_scored, receipt.num_tokens) == (4, 3, 1, 4)
+    assert (receipt.group_id, receipt.oldest_version, receipt.num_scored) == (4, 3, 1)
+    assert receipt.response_lengths == (2, 2)
     assert (await q.take([4]))[0].equals(table(4, version=3, rewards=(1.0, None)))
     assert len(await q.take([4])) == 1  # still there until released: a learner that died may ask again
     await q.release([4, 99])
     with pytest.raises(HeadwayError, match=r"does not hold groups \[4\]"):
         await q.take([4])
+
+
+async def test_a_receipt_says_whether_rewards_are_equal() -> None:
+    q = queue()
+    assert (await q.put(table(1, rewards=(1.0, 0.0)))).equal_reward is None
+    assert (await q.put(table(2, rewards=(0.5, None, 0.5)))).equal_reward == 0.5
+    assert (await q.put(table(3, rewards=(None, None)))).equal_reward is None
+    assert (await q.put(table(4, rewards=(0.0, -0.0)))).equal_reward == 0.0
+    two = rollouts.replace_column(table(5, rewards=(1.0, 0.0)), "agent_id", ["solver", "checker"])
+    assert math.isnan((await q.put(two)).equal_reward)  # type: ignore[arg-type]
+
+
+async def test_a_written_batch_holds_what_the_learner_appends(tmp_path: Path) -> None:
+    q = queue()
+    await q.put(table(1))
+    await q.put(table(2, rewards=(None, 0.0, 1.0)))
+    columns = pa.table({"advantages": pa.array([[float(i)] * 2 for i in range(5)], pa.list_(pa.float32()))})
+    await q.write_batch([2, 1], str(tmp_path / "b.parquet"), 7, columns)
+    written = rollouts.read_parquet(tmp_path / "b.parquet")
+    assert written.column("group_id").to_pylist() == [2, 2, 2, 1, 1]
+    assert written.column("advantages").to_pylist() == [[0, 0], [1, 1], [2, 2], [3, 3], [4, 4]]
+    assert (written.schema.metadata or {})[b"version"] == b"7"
 
 
 async def test_putting_a_group_again_changes_nothing() -> None:
