@@ -31,10 +31,10 @@ def main() -> None:
     connect(config)
     place = Placement(config, config.run_folder.resolve())
     place.reserve()
-    learner = place.learner(folder)
+    (learner,) = place.learners(folder)
     engines = [place.engine(replica, folder) for replica in range(engines_wanted)]
     get: Any = ray.get
-    buckets = get(learner.num_buckets.remote())
+    buckets = get(learner.start.remote(0, 1, "", 60.0))
     get([engine.start.remote() for engine in engines])
     totals, published, stages, num_bytes = [], [], [], 0
     for _ in range(ROUNDS):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from headway.actors.generation import encode
-from headway.actors.generation_rows import agent_prompt
+from headway.actors.generation_rows import longest_prompt
 from headway.actors.verifier import VerifierWorker
 from headway.core.config import Config, warnings
 from headway.core.errors import ConfigError, DataError
@@ -19,9 +18,6 @@ from headway.learner.pretrained import is_to_be_made, model_folder
 CHECKED_GOLDS = 100
 CHECKED_LENGTHS = 64
 ROUND_TOKENS_TO = 16
-REENCODED = 1.25
-"""Tokens that an answer may have in another agent's prompt for each token sampled: text does not always encode back
-into as few tokens as it was sampled in. A longer one fails its group with the lengths."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,22 +102,13 @@ def _longest_prompt(config: Config, folder: Path, prompts: tuple[Prompt, ...]) -
         )
     longest = sorted(prompts, key=lambda prompt: len(str(prompt.content)))[-CHECKED_LENGTHS:]
 
-    def tokens(prompt: Prompt) -> int:
-        return len(encode(tokenizer, prompt, chat_template=config.model.chat_template))
+    def tokens(prompt: Prompt) -> list[int]:
+        return encode(tokenizer, prompt, chat_template=config.model.chat_template)
 
-    if not config.data.agents:
-        return max(map(tokens, longest))
-    answer = math.ceil(config.sampling.max_new_tokens * REENCODED)
-    most = 0
-    names: list[str] = []
-    for name, template in config.data.agents.items():
-        read = sum(template.count(f"{{{other}}}") for other in names)
-        blank = dict.fromkeys(names, "")
-        most = max(
-            most, max(tokens(agent_prompt(prompt, template, blank)) for prompt in longest) + read * answer
-        )
-        names.append(name)
-    return most
+    return max(
+        longest_prompt(prompt, config.data.agents, tokens, max_new_tokens=config.sampling.max_new_tokens)
+        for prompt in longest
+    )
 
 
 def _check_disk(config: Config, folder: Path) -> None:

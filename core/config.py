@@ -248,6 +248,16 @@ class Algorithm(Section):
         return value
 
     @property
+    def uses_behavior(self) -> bool:
+        """Whether the loss compares with the log-probabilities that the engine reported."""
+        return bool(
+            self.correction
+            or self.old_policy == "behavior"
+            or self.staleness_adaptive is not None
+            or (self.kl == "loss" and self.kl_estimator == "unbiased")
+        )
+
+    @property
     def needs_reference(self) -> bool:
         return self.kl != "none"
 
@@ -456,14 +466,13 @@ def _check_algorithm(config: Config) -> None:
             f"sampling.group_size={sampling.group_size}: {what}={value} compares the responses of one prompt and "
             "needs at least 2"
         )
-    uses_behavior = algorithm.correction or algorithm.old_policy == "behavior"
-    if sampling.top_p < 1 and uses_behavior:
+    if sampling.top_p < 1 and algorithm.uses_behavior:
         words = "+".join(algorithm.correction) or "none"
         raise ValueError(
             f"sampling.top_p={sampling.top_p} with algorithm.correction={words}, algorithm.old_policy="
             f"{algorithm.old_policy}: the engine renormalises over the nucleus, the learner over the whole "
             "vocabulary, so every importance weight would be wrong; set sampling.top_p=1, or "
-            "algorithm.correction=none with algorithm.old_policy=proximal"
+            "algorithm.correction=none with algorithm.old_policy=proximal and no kl_estimator=unbiased"
         )
     weights = [word for word in algorithm.correction if word in WEIGHTS]
     if len(weights) > 1:
@@ -512,6 +521,11 @@ def _check_algorithm(config: Config) -> None:
                 f"algorithm.objective=trpo with model.dtype={config.model.dtype}: its Fisher products are small "
                 "differences that rounding would swallow; set model.dtype=float32"
             )
+        if algorithm.ratio != "token":
+            raise ValueError(
+                f"algorithm.objective=trpo with algorithm.ratio={algorithm.ratio}: its line search measures token "
+                "ratios; set algorithm.ratio=token"
+            )
         if algorithm.kl == "loss" or algorithm.entropy_coef:
             raise ValueError(
                 "algorithm.objective=trpo bounds the step by itself; set algorithm.kl=none (or reward) and "
@@ -549,6 +563,17 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.advantage={algorithm.advantage} is for several agents, and data.agents names none; add them "
             "(configs/solver_checker.yaml shows how) or choose algorithm.advantage=group"
         )
+    named: list[str] = []
+    for name, template in config.data.agents.items():
+        if name == "prompt" or not name.isidentifier():
+            raise ValueError(f"data.agents.{name}: an agent's name must be a word, and not 'prompt'")
+        early = [other for other in config.data.agents if f"{{{other}}}" in template and other not in named]
+        if early:
+            raise ValueError(
+                f"data.agents.{name} reads {{{early[0]}}}, who has not answered yet; agents answer in their order: "
+                f"{', '.join(config.data.agents)}"
+            )
+        named.append(name)
     if config.data.agents and algorithm.advantage not in ("per_agent", "joint_group"):
         raise ValueError(
             f"data.agents={list(config.data.agents)} with algorithm.advantage={algorithm.advantage} would compare "

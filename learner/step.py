@@ -327,23 +327,13 @@ def _in_loss(columns: _Columns, algorithm: Algorithm) -> tuple[np.ndarray, dict[
     if algorithm.truncated != "keep":
         kept_N = ~columns.truncated_B[columns.response_N].numpy()
     known_N = np.ones_like(sampled_N)
-    if _needs_behavior(algorithm):
+    if algorithm.uses_behavior:
         known_N = ~is_missing(columns.behavior_N).numpy()
     return sampled_N & scored_N & kept_N & known_N, {
         "unscored": sampled_N & ~scored_N,
         "truncated": sampled_N & scored_N & ~kept_N,
         "missing_logprob": sampled_N & scored_N & kept_N & ~known_N,
     }
-
-
-def _needs_behavior(algorithm: Algorithm) -> bool:
-    """Whether a token without behavior log-probability has no loss."""
-    return bool(
-        algorithm.correction
-        or algorithm.old_policy == "behavior"
-        or algorithm.staleness_adaptive is not None
-        or (algorithm.kl == "loss" and algorithm.kl_estimator == "unbiased")
-    )
 
 
 def _has_signal(columns: _Columns, advantages_N: Tensor) -> Tensor:

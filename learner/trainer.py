@@ -291,11 +291,16 @@ class Trainer:
         loss = policy.loss
         if algorithm.kl == "loss":
             assert step.reference_logprobs_N is not None
+            kl_factor_M = factor_M
+            if algorithm.old_policy == "behavior":
+                # The ratio of the objective is the importance weight there; the KL needs one of its own.
+                weight_M = importance_weights(current_M - behavior_M)
+                kl_factor_M = factor_M * weight_M.clamp(max=algorithm.correction_cap)
             loss = loss + step.kl_coef * kl_loss(
                 result.logprobs,
                 step.reference_logprobs_N[tokens_M].to(device),
                 behavior_M.to(device),
-                factor_M.to(device),
+                kl_factor_M.to(device),
                 weights_M.to(device),
                 torch.ones_like(result.logprobs, dtype=torch.bool),
                 estimator=algorithm.kl_estimator,

@@ -17,8 +17,11 @@ from torch import Tensor
 Product = Callable[[Sequence[Tensor]], list[Tensor]]
 """A symmetric matrix as what it does to a vector; both are lists of tensors in the shapes of the parameters."""
 
-RELATIVE_DISPLACEMENT = math.sqrt(torch.finfo(torch.float32).eps)
-"""How far a Fisher product moves the parameters, relative to their norm (3.5e-4)."""
+MOVED = 1e-3
+"""By how much a Fisher product moves the log-probabilities (root mean square over tokens, nats)."""
+
+MAX_PROBES = 4
+"""Displacements that one Fisher product tries at most; the last one is taken as it is."""
 
 MAX_BACKTRACKS = 10
 """Halvings of the full step; the last one tried is 1/1024 of it."""
@@ -70,33 +73,48 @@ def conjugate_gradient(
 
 
 def fisher_product(parameters: Sequence[Tensor], k2_gradient: Callable[[], Sequence[Tensor]]) -> Product:
-    """v -> F v, with F the Fisher matrix at the parameters' values now, for vectors of any length.
+    """v -> F v, with F the Fisher matrix at the values that the parameters have now, for vectors of any length.
 
     k2_gradient: gradient at the parameters' present values of k2 = mean over sampled tokens of
     1/2 (log pi - log pi_old)^2, with log pi_old fixed at the values they have now. There it is 0, and its Jacobian is
-    the mean of (grad log pi)(grad log pi)^T, which is F as estimated from the sampled tokens. So
+    the mean of (grad log pi)(grad log pi)^T: F, as estimated from the sampled tokens. So
     F v = grad k2(theta + eps v) / eps + O(eps), from first derivatives of log-probabilities alone.
 
-    eps = sqrt(machine epsilon of float32) |theta| / |v|, for a displacement of 3.5e-4 |theta| whatever v's length.
-    Rounding theta + eps v to float32 loses a share of machine epsilon * |theta| / |eps v| of the displacement, and
-    the curvature left out grows in proportion to |eps v|; this choice makes the two equal (Nocedal and Wright, Numerical
-    Optimization, section 8.1).
+    eps is chosen by what it does: it moves the log-probabilities by about `MOVED`. Far above their rounding error in
+    float32 (1e-6 to 1e-5 nats) the difference has digits left, and far below 1 nat it is linear; both errors are then
+    about 1%. A displacement that is a fixed share of |theta| cannot do that, because log-probabilities are thousands
+    of times steeper along some directions than along others: sqrt(machine epsilon) |theta|, as for a function with one
+    scale, moves those of a pretrained model by whole nats along its policy gradient. So eps |v| starts at 1e-6 |theta|
+    and is changed, at the price of another gradient, until the movement, sqrt(eps v^T grad k2) to first order, is
+    within a factor of 3; the next product starts where this one ended.
 
     The parameters are put back from a copy: subtracting eps v would leave rounding behind.
     """
     theta = [parameter.detach().clone() for parameter in parameters]
-    theta_norm = _norm(theta)
+    theta_norm = _norm(theta) or 1.0
+    start, longest = 1e-6 * theta_norm, 1e-3 * theta_norm
+    displacement = start
 
     def product(v: Sequence[Tensor]) -> list[Tensor]:
+        nonlocal displacement
         v_norm = _norm(v)
         if v_norm == 0:
             return [torch.zeros_like(part) for part in v]
-        eps = RELATIVE_DISPLACEMENT * (theta_norm or 1.0) / v_norm
+        image: list[Tensor] = []
         try:
-            _set(parameters, theta, v, eps)
-            return [part.detach() / eps for part in k2_gradient()]
+            for _ in range(MAX_PROBES):
+                eps = displacement / v_norm
+                _set(parameters, theta, v, eps)
+                image = [part.detach() / eps for part in k2_gradient()]
+                moved = eps * math.sqrt(max(_dot(v, image), 0.0))  # NaN stays NaN, which ends the search
+                if not (moved < MOVED / 3 or moved > MOVED * 3):
+                    break
+                displacement = min(displacement * MOVED / max(moved, MOVED / 100), longest)
+            else:
+                displacement = start
         finally:
             _set(parameters, theta)
+        return image
 
     return product
 
@@ -162,7 +180,10 @@ def trpo_step(
 
 @torch.no_grad()
 def _set(
-    parameters: Sequence[Tensor], theta: Sequence[Tensor], v: Sequence[Tensor] | None = None, scale: float = 0.0
+    parameters: Sequence[Tensor],
+    theta: Sequence[Tensor],
+    v: Sequence[Tensor] | None = None,
+    scale: float = 0.0,
 ) -> None:
     """parameters = theta + scale v, or an exact copy of theta."""
     for number, (parameter, value) in enumerate(zip(parameters, theta, strict=True)):

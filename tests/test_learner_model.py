@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,71 @@ def test_a_row_past_the_sliding_window_is_refused(tmp_path: Path) -> None:
     model.logprobs(one_row([1] * 9), temperature=1.0)
     with pytest.raises(DataError, match="sliding attention window of 8 tokens"):
         model.logprobs(one_row([1] * 10), temperature=1.0)
+
+
+def saved_bytes(model: PolicyModel, batch: MicroBatch) -> int:
+    """What a forward pass keeps for the backward pass."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.logprobs(batch, temperature=1.0)
+    parameters = {p.untyped_storage().data_ptr() for p in model.network.parameters()}
+    return sum(size for pointer, size in kept.items() if pointer not in parameters)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activation_checkpointing_changes_memory_only(tiny_random: Path, dtype) -> None:
+    batch = one_row(list(range(4, 60)))
+    plain, checkpointing = (
+        PolicyModel(tiny_random, dtype=dtype, activation_checkpointing=on) for on in (False, True)
+    )
+    for model in (plain, checkpointing):
+        model.logprobs(batch, temperature=1.0).logprobs.sum().backward()
+    assert list(plain.masters) == list(checkpointing.masters)
+    for name, master in plain.masters.items():
+        grad = checkpointing.masters[name].grad
+        assert master.grad is not None and grad is not None and master.grad.any()
+        torch.testing.assert_close(grad, master.grad, atol=1e-6, rtol=1e-6)
+    assert saved_bytes(checkpointing, batch) < saved_bytes(plain, batch) / 5
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"activation_checkpointing": True}])
+def test_an_idle_pass_adds_a_gradient_of_zero(tiny_random: Path, options) -> None:
+    model = PolicyModel(tiny_random, dtype="bfloat16", **options)
+    model.idle_forward()
+    assert all(p.grad is None for p in model.masters.values())
+    model.idle_backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.masters.values())
+    model.logprobs(one_row([3, 9, 4]), temperature=1.0).logprobs.sum().backward()
+    before = model.grad_norm()
+    model.idle_backward()
+    assert 0 < before == model.grad_norm()
+
+
+def test_gradients_are_scaled_down_to_the_largest_norm(tiny_random: Path) -> None:
+    model = PolicyModel(tiny_random, dtype="float32")
+    norm, head = model.masters["model.norm.weight"], model.masters["model.embed_tokens.weight"]
+    norm.grad, head.grad = torch.zeros_like(norm), torch.zeros_like(head)
+    norm.grad[0], head.grad[1, 1] = 3.0, 4.0
+    assert model.clip_grad(6.0) == 5.0 == model.grad_norm()
+    assert model.clip_grad(0.5) == 5.0
+    assert model.grad_norm() == pytest.approx(0.5, abs=1e-5)
+    assert (float(norm.grad[0]), float(head.grad[1, 1])) == pytest.approx((0.3, 0.4), abs=1e-5)
+    # What had no gradient takes part with zero, and NaN is neither hidden nor spread.
+    assert all(p.grad is not None for p in model.masters.values())
+    norm.grad[1] = float("nan")
+    assert math.isnan(model.clip_grad(0.5))
+    assert float(head.grad[1, 1]) == pytest.approx(0.4, abs=1e-5)
+
+
+def test_the_checkpoint_holds_the_masters(tiny_random: Path) -> None:
+    model = PolicyModel(tiny_random, dtype="bfloat16")
+    with torch.no_grad():
+        model.masters["model.norm.weight"].add_(1e-4)  # too little for bfloat16
+    weights = dict(model.checkpoint())
+    assert weights.keys() == model.masters.keys()
+    assert all(torch.equal(weights[name], master) for name, master in model.masters.items())

@@ -14,19 +14,23 @@ from headway.core.config import Config, parse_config
 from headway.core.errors import DataError, SchemaError, WeightUpdateFailed
 from headway.core.rollouts import build
 from headway.core.weights import Manifest, TensorEntry
+from headway.learner.batching import pack, unpack
 from headway.learner.model import PolicyModel
 from headway.learner.publish import export, layout_of
 
 TEMPERATURE = 0.7
 
 
-def config(*, dtype: str = "float32", microbatch_tokens: int = 8192, **sections: dict[str, Any]) -> Config:
+def config(
+    *, dtype: str = "float32", microbatch_tokens: int = 8192, decay: float = 0.0, lora_rank: int = 0
+) -> Config:
     return parse_config(
         {
             "model": {"dtype": dtype},
             "sampling": {"temperature": TEMPERATURE},
+            "algorithm": {"kl": "loss", "reference_refresh_steps": 10, "reference_decay": decay},
+            "learner": {"lora_rank": lora_rank},
             "reference": {"threads": 1, "microbatch_tokens": microbatch_tokens},
-            **sections,
         }
     )
 
@@ -80,9 +84,9 @@ def plain_logprobs(folder: Path, table: pa.Table) -> list[list[float]]:
     return found
 
 
-def random_policy(folder: Path, seed: int, dtype: Any = "float32") -> PolicyModel:
-    """The folder's model after a random change of all its weights."""
-    policy = PolicyModel(folder, dtype=dtype)
+def random_policy(folder: Path, seed: int, dtype: Any = "float32", lora_rank: int = 0) -> PolicyModel:
+    """The folder's model after a random change of all that it trains."""
+    policy = PolicyModel(folder, dtype=dtype, lora_rank=lora_rank)
     torch.manual_seed(seed)
     with torch.no_grad():
         for master in policy.masters.values():
@@ -161,7 +165,7 @@ def test_a_refresh_replaces_the_weights(tiny_random: Path, dtype: str) -> None:
 
 def test_the_moving_average_by_hand(tiny_random: Path) -> None:
     # 0.75 of 1 and 0.25 of 3 is 1.5; then 0.75 of 1.5 and 0.25 of -2 is 0.625.
-    settings = config(algorithm={"reference_decay": 0.75})
+    settings = config(decay=0.75)
     actor, policy = ReferenceActor(settings, str(tiny_random)), PolicyModel(tiny_random, dtype="float32")
     with torch.no_grad():
         for master in actor._model.masters.values():
@@ -178,7 +182,7 @@ def test_the_moving_average_by_hand(tiny_random: Path) -> None:
 
 def test_the_average_is_kept_in_float32(tiny_random: Path) -> None:
     # A step of 1/1024 of the weight's size is lost in bfloat16, which has 8 bits; eight such steps are not.
-    settings = config(dtype="bfloat16", algorithm={"reference_decay": 1 - 2**-10})
+    settings = config(dtype="bfloat16", decay=1 - 2**-10)
     actor, policy = ReferenceActor(settings, str(tiny_random)), PolicyModel(tiny_random, dtype="bfloat16")
     with torch.no_grad():
         for model, value in ((actor._model, 1.0), (policy, 2.0)):
@@ -210,12 +214,11 @@ def adapter(
     return manifest, buckets
 
 
-LORA = {"learner": {"lora_rank": 2}, "algorithm": {"reference_refresh_steps": 10, "reference_decay": 0.5}}
 LAYER = "model.layers.1.mlp.down_proj"  # [128, 384]
 
 
 def test_adapters_are_averaged_as_the_weights_they_stand_for(tiny_random: Path) -> None:
-    actor = ReferenceActor(config(**LORA), str(tiny_random))
+    actor = ReferenceActor(config(decay=0.5, lora_rank=2), str(tiny_random))
     base = masters(actor)
     torch.manual_seed(0)
     change = torch.zeros_like(base[f"{LAYER}.weight"])
@@ -230,6 +233,23 @@ def test_adapters_are_averaged_as_the_weights_they_stand_for(tiny_random: Path) 
     assert all(torch.equal(got[name], base[name]) for name in got if name != f"{LAYER}.weight")
 
 
+def test_it_takes_the_adapter_that_the_learner_publishes(tiny_random: Path) -> None:
+    policy = random_policy(tiny_random, 3, lora_rank=2)
+    manifest, buckets = published(policy, 10)
+    assert manifest.adapter_scale is not None
+    actor = ReferenceActor(config(lora_rank=2), str(tiny_random))
+    before = np.concatenate(scored(actor, two_prompts()))
+    actor.update_weights(manifest, *buckets)
+    group = unpack(two_prompts())
+    (batch,) = pack([group], group.loss_mask, microbatch_tokens=4096)
+    with torch.no_grad():
+        want = policy.logprobs(batch, temperature=TEMPERATURE).logprobs
+    got = np.concatenate(scored(actor, two_prompts()))[batch.token_index]
+    # The learner keeps weight and adapter apart, here they are one matrix: another order of the same sums.
+    torch.testing.assert_close(torch.tensor(got, dtype=torch.float32), want, atol=1e-4, rtol=0)
+    assert np.abs(got - before[batch.token_index]).max() > 1e-2
+
+
 @pytest.mark.parametrize(
     "tensors",
     [
@@ -241,7 +261,7 @@ def test_adapters_are_averaged_as_the_weights_they_stand_for(tiny_random: Path) 
     ids=["no B", "no A", "ranks differ", "unknown layer"],
 )
 def test_half_an_adapter_is_refused(tiny_random: Path, tensors: dict[str, torch.Tensor]) -> None:
-    actor = ReferenceActor(config(**LORA), str(tiny_random))
+    actor = ReferenceActor(config(decay=0.5, lora_rank=2), str(tiny_random))
     manifest, buckets = adapter(1, 1.0, tensors)
     with pytest.raises(WeightUpdateFailed, match="does not hold the reference's weights"):
         actor.update_weights(manifest, *buckets)
@@ -271,7 +291,7 @@ def test_what_arrives_wrong_touches_nothing(tiny_random: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_refreshed_reference_survives_a_resume(tiny_random: Path, tmp_path: Path, dtype: str) -> None:
-    settings = config(dtype=dtype, algorithm={"reference_decay": 0.3})
+    settings = config(dtype=dtype, decay=0.3)
     whole = ReferenceActor(settings, str(tiny_random))
     whole.save(str(tmp_path))
     assert list(tmp_path.iterdir()) == []  # the model folder's weights need no copy
