@@ -10,7 +10,6 @@ import pyarrow as pa
 import torch
 
 from headway.core.config import Config
-from headway.core.metrics import Recorder, Update
 from headway.core.rollouts import replace_column
 from headway.learner.batching import unpack
 from headway.learner.critic import CriticStats, CriticTrainer
@@ -22,18 +21,16 @@ class CriticActor:
     def __init__(self, config: Config, model_folder: str) -> None:
         torch.set_num_threads(config.critic.threads or os.cpu_count() or 1)
         self._trainer = CriticTrainer(config, Path(model_folder))
-        self._recorder = Recorder()
 
     def score(self, table: pa.Table) -> pa.Table:
         """One group's table with `values` filled in: [T] float32 per response, the expected reward to go before the
         token; 0.0 where `loss_mask` is 0.
 
-        A value that is not finite stays in the table, where the learner refuses it, and is counted. Raises
-        `SchemaError` when the table is not one group.
+        A value that is not finite stays in the table, where the learner refuses it. Raises `SchemaError` when the
+        table is not one group.
         """
         group = unpack(table)
         values_N = self._trainer.values(group)
-        self._recorder.inc("headway_nonfinite_total", float(np.count_nonzero(~np.isfinite(values_N))))
         return replace_column(table, "values", np.split(values_N, np.cumsum(group.lengths)[:-1]))
 
     def train(self, version: int, *tables: pa.Table) -> list[CriticStats]:
@@ -48,7 +45,3 @@ class CriticActor:
         """Takes up from a checkpoint's part; returns its version."""
         self._trainer.load(Path(folder))
         return self._trainer.version
-
-    def drain_updates(self) -> list[Update]:
-        """Metric updates since the last call."""
-        return self._recorder.drain()

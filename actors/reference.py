@@ -17,7 +17,6 @@ from torch import Tensor
 
 from headway.core.config import Config
 from headway.core.errors import DataError, WeightUpdateFailed
-from headway.core.metrics import Recorder, Update
 from headway.core.rollouts import replace_column
 from headway.core.weights import Manifest, TensorEntry, digest
 from headway.learner.batching import pack, unpack
@@ -35,9 +34,10 @@ class ReferenceActor:
     def __init__(self, config: Config, model_folder: str) -> None:
         torch.set_num_threads(config.reference.threads or os.cpu_count() or 1)
         self._config = config
-        self._model = PolicyModel(Path(model_folder), dtype=config.model.dtype)
+        # Float32 masters only where there is something to average in.
+        frozen = not config.algorithm.reference_refresh_steps
+        self._model = PolicyModel(Path(model_folder), dtype=config.model.dtype, frozen=frozen)
         self._version = 0
-        self._recorder = Recorder()
         self._base: dict[str, Tensor] = {}
         """Matrices of the model folder, which adapters are published against, on the CPU."""
         if config.algorithm.reference_refresh_steps and config.learner.lora_rank:
@@ -51,8 +51,8 @@ class ReferenceActor:
         """One group's table with `reference_logprobs` filled in: [T] float32 nats per response, at the sampling
         temperature; 0.0 where `loss_mask` is 0.
 
-        A value that is not finite stays in the table, where the learner refuses it, and is counted. Raises
-        `SchemaError` when the table is not one group.
+        A value that is not finite stays in the table, where the learner refuses it. Raises `SchemaError` when the
+        table is not one group.
         """
         group = unpack(table)
         logprobs_N = np.zeros(len(group.response_ids), dtype=np.float32)
@@ -62,7 +62,6 @@ class ReferenceActor:
             for batch in pack([group], group.loss_mask, microbatch_tokens=microbatch_tokens):
                 logprobs_M = self._model.logprobs(batch, temperature=temperature).logprobs
                 logprobs_N[batch.token_index.numpy()] = logprobs_M.cpu().numpy()
-        self._recorder.inc("headway_nonfinite_total", float(np.count_nonzero(~np.isfinite(logprobs_N))))
         rows = np.split(logprobs_N, np.cumsum(group.lengths)[:-1])
         return replace_column(table, "reference_logprobs", rows)
 
@@ -138,10 +137,6 @@ class ReferenceActor:
         self._model.refresh()
         self._version = state["version"]
         return self._version
-
-    def drain_updates(self) -> list[Update]:
-        """Metric updates since the last call."""
-        return self._recorder.drain()
 
 
 def check_arrival(manifest: Manifest, buckets: Sequence[np.ndarray]) -> None:

@@ -8,22 +8,24 @@ from typing import Any
 
 from headway.core.weights import Manifest
 
-JOIN_DEADLINE_S = 120.0
-
 
 class LearnerGroup:
-    """`call(reference, what, deadline_s)` awaits an actor's answer under a deadline."""
+    """`call(reference, what, deadline_s)` awaits an actor's answer under a deadline; `collective_deadline_s` is how
+    long one rank may wait for another inside a call."""
 
-    def __init__(self, actors: Sequence[Any], call: Callable[..., Awaitable[Any]]) -> None:
+    def __init__(
+        self, actors: Sequence[Any], call: Callable[..., Awaitable[Any]], collective_deadline_s: float
+    ) -> None:
         self.actors = list(actors)
         self._call = call
+        self._collective_deadline_s = collective_deadline_s
         self._num_buckets = 0
 
     async def start(self, deadline_s: float) -> None:
         """Joins the ranks and loads the model on each."""
         address = await self._call(self.actors[0].address.remote(), "learner", deadline_s)
         starts = [
-            actor.start.remote(rank, len(self.actors), address, JOIN_DEADLINE_S)
+            actor.start.remote(rank, len(self.actors), address, self._collective_deadline_s)
             for rank, actor in enumerate(self.actors)
         ]
         self._num_buckets = (await self._all(starts, "learner to start", deadline_s))[0]

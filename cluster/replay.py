@@ -190,8 +190,8 @@ def _proximal(table: pa.Table) -> np.ndarray:
 
 def summary(scores: Sequence[Score]) -> dict[str, Any]:
     """Means over steps, as JSON values."""
-    names = {name for score in scores for name in score.counterfactuals}
-    reasons = {reason for score in scores for reason in score.masked_fraction}
+    names = dict.fromkeys(name for score in scores for name in score.counterfactuals)
+    reasons = dict.fromkeys(reason for score in scores for reason in score.masked_fraction)
     return {
         "steps": len(scores),
         "tokens": sum(score.num_tokens for score in scores),
@@ -199,8 +199,7 @@ def summary(scores: Sequence[Score]) -> dict[str, Any]:
         "ess_fraction": _mean([score.ess_fraction for score in scores]),
         "mean_abs_advantage": _mean([score.mean_abs_advantage for score in scores]),
         "masked_fraction": {
-            reason: _mean([score.masked_fraction.get(reason) for score in scores])
-            for reason in sorted(reasons)
+            reason: _mean([score.masked_fraction.get(reason) for score in scores]) for reason in reasons
         },
         "counterfactuals": {
             name: {
@@ -209,7 +208,7 @@ def summary(scores: Sequence[Score]) -> dict[str, Any]:
                 )
                 for key in ("tokens", "responses", "ess_fraction")
             }
-            for name in sorted(names)
+            for name in names
         },
     }
 

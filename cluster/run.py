@@ -129,7 +129,8 @@ class Run:
         )
         self.progress.endpoint(self.port, config.metrics.port)
         _write_text(self.folder / "metrics_port", str(self.port))
-        self.learner = LearnerGroup(place.learners(str(self.model_folder)), self.call)
+        ranks = place.learners(str(self.model_folder))
+        self.learner = LearnerGroup(ranks, self.call, config.learner.step_deadline_s)
         self.scorers = Scorers(config, place, str(self.model_folder), self.recorder, self.progress.say)
         self.engines = [
             Engine(replica=replica, actor=place.engine(replica, str(self.model_folder)))
@@ -173,7 +174,7 @@ class Run:
             return
         state = json.loads((self.resume_from / "state.json").read_text())
         self.version = await self.learner.load(str(self.resume_from / "learner"), CHECKPOINT_DEADLINE_S)
-        for role, actors in self._changing_scorers().items():
+        for role, actors in self.scorers.changing.items():
             for actor in actors:
                 await self.call(actor.load.remote(str(self.resume_from / role)), role, CHECKPOINT_DEADLINE_S)
         if self.version != state["version"]:
@@ -204,15 +205,6 @@ class Run:
         self.progress.say(
             f"resumed at version {self.version}: {len(receipts)} groups in the queue, {len(self.reissue)} issued again"
         )
-
-    def _changing_scorers(self) -> dict[str, list[Any]]:
-        """Scoring actors whose weights change during the run; the replicas of a role hold the same."""
-        refreshed = self.config.algorithm.reference_refresh_steps > 0
-        return {
-            role: actors
-            for role, actors in self.scorers.actors.items()
-            if role == "critic" or (role == "reference" and refreshed)
-        }
 
     async def _close(self) -> None:
         if hasattr(self, "ledger"):
@@ -499,11 +491,10 @@ class Run:
         self.recorder.set("headway_learner_version", self.version)
         every, last = self.config.algorithm.reference_refresh_steps, self.config.learner.steps_per_batch
         if every and self.version // every > (self.version - last) // every:
-            self.scorers.refresh = (reference, *buckets)
             await asyncio.gather(
                 *(
-                    self.call(actor.update_weights.remote(*self.scorers.refresh), "reference to refresh")
-                    for actor in self.scorers.actors.get("reference", ())
+                    self.call(actor.update_weights.remote(reference, *buckets), "reference to refresh")
+                    for actor in self.scorers.actors["reference"]
                 )
             )
         self.waits.changed()
@@ -636,7 +627,7 @@ class Run:
         draft = checkpoint.begin(parent, self.version)
         (draft / "learner").mkdir()
         await self.learner.save(str(draft / "learner"), CHECKPOINT_DEADLINE_S)
-        for role, (first, *_) in self._changing_scorers().items():
+        for role, (first, *_) in self.scorers.changing.items():
             (draft / role).mkdir()
             await self.call(first.save.remote(str(draft / role)), f"{role} to save", CHECKPOINT_DEADLINE_S)
         ledger = self.ledger.state()

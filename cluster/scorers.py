@@ -38,8 +38,7 @@ class Scorers:
             ]
         if config.algorithm.needs_critic:
             self.actors["critic"] = [self._start("critic", 0)]
-        self.refresh: tuple[Any, ...] | None = None
-        """Manifest and buckets that the reference took last; a new replica must take them too."""
+        self._stateful = {"critic"} | ({"reference"} if config.algorithm.reference_refresh_steps else set())
 
     def _start(self, role: str, replica: int) -> Any:
         match role:
@@ -62,30 +61,34 @@ class Scorers:
         return table
 
     def replace_dead(self, failure: RayActorError) -> None:
-        """Replaces the actor whose death this is. The critic's weights died with it: that is raised again."""
+        """Replaces the actor whose death this is. Weights that the run has changed died with it: then the failure is
+        raised again."""
         for role, actors in self.actors.items():
             for replica, actor in enumerate(actors):
                 if not died(failure, actor):
                     continue
-                if role == "critic":
+                if role in self._stateful:
                     raise failure
                 self._placement.discard(actor)
                 actors[replica] = self._start(role, replica)
-                if role == "reference" and self.refresh is not None:
-                    actors[replica].update_weights.remote(*self.refresh)
                 self._recorder.inc("headway_actor_restarts_total", label=role)
                 self._say(f"{role} {replica} is replaced")
 
     async def drain_updates(self, call: Callable[..., Any]) -> list[Update]:
-        """Metric updates of all of them; dead ones are replaced."""
+        """Metric updates of the verifiers; dead ones are replaced. (The other scorers do one thing at a time and may be
+        at it for long; that one of them died shows in the groups it had.)"""
         updates: list[Update] = []
-        for role, actors in self.actors.items():
-            for replica, actor in enumerate(list(actors)):
-                try:
-                    updates += await call(actor.drain_updates.remote(), f"{role} {replica}'s metrics")
-                except RayActorError as failure:
-                    self.replace_dead(failure)
+        for replica, actor in enumerate(list(self.actors["verifiers"])):
+            try:
+                updates += await call(actor.drain_updates.remote(), f"verifier {replica}'s metrics")
+            except RayActorError as failure:
+                self.replace_dead(failure)
         return updates
+
+    @property
+    def changing(self) -> dict[str, list[Any]]:
+        """Actors by role whose weights change during the run; the replicas of a role hold the same."""
+        return {role: actors for role, actors in self.actors.items() if role in self._stateful}
 
     def close(self) -> list[Any]:
         """Ends the verifiers' processes; references to wait for."""

@@ -706,8 +706,8 @@ def _explain(fault: Any, where: dict[str, str]) -> str:
     place = f" ({where[key]})" if key in where else ""
     if fault["type"] == "extra_forbidden":
         return f"unknown key '{key}'{place}; did you mean '{nearest_key(key)}'?"
-    if not fault["loc"]:
-        return fault["msg"].removeprefix("Value error, ")
+    if not fault["loc"] or isinstance(fault["input"], dict):
+        return fault["msg"].removeprefix("Value error, ")  # it names its keys itself
     return f"{key}={fault['input']!r}{place}: {fault['msg'].removeprefix('Value error, ')}"
 
 

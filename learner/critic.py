@@ -75,9 +75,9 @@ def value_loss(
     """sum(weight * max(l(V - R), l(clip(V, V_old - clip, V_old + clip) - R))), [] float32; without `clip` only the
     first of the two.
 
-    l is 1/2 e^2 (`squared`), or |e| - 1/2 beyond |e| = 1 (`huber`). The clip is that of PPO's implementations
-    (arXiv 2005.12729, section 3, where it is printed with min; the code takes the larger): a value that has moved
-    further than `clip` from where it was at scoring, towards the return, gets no gradient.
+    l is 1/2 e^2 (`squared`), or |e| - 1/2 beyond |e| = 1 (`huber`). The clip is one of
+    the implementation choices of PPO that arXiv 2005.12729 studies: a value that has moved further than `clip` from
+    where it was at scoring, towards the return, gets no gradient.
 
     All arguments are [M]; only `values_M` carries gradient. Where the weight is 0 anything may stand, NaN included:
     it is not selected. A NaN elsewhere makes the loss NaN.

@@ -107,17 +107,18 @@ def _load_masters(folder: Path, model: PolicyModel) -> str | None:
         return "only one of the two has an adapter (learner.lora_rank)"
     if model.adapter_scale is None:
         return _read(folder / "model" / "model.safetensors", model.masters, "model.path")
-    if problem := _read(file, model.masters, "model.path, learner.lora_rank"):
-        return problem
     # The base is not read, so what the adapter left as it was has to be the same.
     with safe_open(folder / "model" / "model.safetensors", "pt") as saved:
+        names = set(saved.keys())
         for name, parameter in model.parameters.items():
             if lora.is_adapter(name) or lora.adapter_of(name, model.masters) is not None:
                 continue
+            if name not in names or tuple(saved.get_slice(name).get_shape()) != tuple(parameter.shape):
+                return f"{name} is missing or has another shape (model.path)"
             expected = own_part(saved.get_tensor(name).to(parameter.dtype), parameter)
             if not torch.equal(local(expected), local(parameter)):
                 return f"{name} differs (model.path)"
-    return None
+    return _read(file, model.masters, "model.path, learner.lora_rank")
 
 
 def _read(file: Path, into: dict[str, nn.Parameter], settings: str) -> str | None:

@@ -61,7 +61,8 @@ class PolicyModel:
     numbers again. Making the model, passes through it, gradient norms and `checkpoint` are then collective, and
     gradients are sums over the ranks.
 
-    With `lora_rank` the network's own weights are frozen, in `dtype`, and the masters are an adapter's.
+    With `lora_rank` the network's own weights are frozen, in `dtype`, and the masters are an adapter's. `frozen`: there
+    are no masters at all.
 
     Raises `DataError` for a model whose log-probabilities the learner does not reproduce.
     """
@@ -75,6 +76,7 @@ class PolicyModel:
         lora_rank: int = 0,
         lora_alpha: float = 32.0,
         activation_checkpointing: bool = False,
+        frozen: bool = False,
     ) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         # What gets sharded waits on the CPU: no GPU has room for all of it, and layers move one at a time.
@@ -96,6 +98,8 @@ class PolicyModel:
         """Of the adapter; None without one."""
         if lora_rank:
             self.adapter_scale = lora.add_adapter(self.network, rank=lora_rank, alpha=lora_alpha)
+        if frozen:
+            self.network.requires_grad_(False)
         for parameter in self.network.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(DTYPES[dtype])
@@ -128,14 +132,7 @@ class PolicyModel:
 
     def logprobs(self, batch: MicroBatch, *, temperature: float) -> TokenLogprobs:
         """Log-probabilities of the trained tokens, [M]."""
-        batch = batch.to(self.device)
-        window = getattr(self.network.config, "sliding_window", None)
-        if window is not None and int(batch.position_ids.max()) >= window:
-            raise DataError(
-                f"a prompt with its response passes the model's sliding attention window of {window} tokens, which "
-                "the learner does not support; lower sampling.max_new_tokens or choose another model.path"
-            )
-        return self._scorer(batch, temperature)
+        return self._scorer(batch.to(self.device), temperature)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """[M, H] last hidden states at the positions that predict the trained tokens. On one rank only."""
@@ -196,6 +193,12 @@ class _TokenScorer(nn.Module):
         self.network = network
 
     def hidden(self, batch: MicroBatch) -> Tensor:
+        window = getattr(self.network.config, "sliding_window", None)
+        if window is not None and int(batch.position_ids.max()) >= window:
+            raise DataError(
+                f"a prompt with its response passes the model's sliding attention window of {window} tokens, which "
+                "the learner does not support; lower sampling.max_new_tokens or choose another model.path"
+            )
         states_1TH = self.network.get_decoder()(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],

@@ -417,6 +417,10 @@ class Trainer:
         without tokens."""
         batches = self._pack(step, step.trained_N)
         rank, size = self.ranks.rank, self.ranks.size
+        if size > 1:
+            total = sum(len(batch.input_ids) for batch in batches)
+            fair = min(self.config.learner.microbatch_tokens, -(-total // size))
+            batches = pack(step.groups, step.trained_N, microbatch_tokens=fair)
         share: list[MicroBatch | None] = [*batches[rank::size]]
         return share + [None] * (-(-len(batches) // size) - len(share))
 

@@ -1,8 +1,8 @@
 """Trust region policy optimization (Schulman et al. 2015, arXiv 1502.05477): a natural gradient step of bounded KL.
 
 Everything here works on lists of float32 tensors, one per parameter, and knows the policy only through closures. A
-step holds about seven copies of the parameters at its peak: the gradient, the old weights, four vectors of the
-conjugate gradient method, and one gradient in the making.
+step holds about eight copies of the parameters at its peak: the gradient, the old weights, four vectors of the
+conjugate gradient method, and a gradient in the making with its quotient.
 """
 
 from __future__ import annotations

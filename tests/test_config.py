@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from headway.core.config import dump_config, keys, load_config, parse_config
+from headway.core.config import dump_config, keys, load_config, parse_config, warnings
 from headway.core.errors import ConfigError
+from headway.core.presets import PRESETS
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -51,6 +53,76 @@ def write(tmp_path: Path, text: str) -> Path:
         ("{}", ["sampling.temperature=hot"], "sampling.temperature='hot'"),
         ("{}", ["run.name=../x"], "run.name='../x'"),
         ("{}", ["nonsense"], "expected section.key=value"),
+        (
+            "{}",
+            ["algorithm.preset=dapoo"],
+            "algorithm.preset='dapoo' is unknown; nearest: dapo; there are async_grpo",
+        ),
+        (
+            "{}",
+            ["algorithm.correction=tis_token+tis_sequence"],
+            "tis_token and tis_sequence would weight the same token twice; keep one",
+        ),
+        ("{}", ["algorithm.correction=veto+veto"], "names one correction twice"),
+        (
+            "{}",
+            ["algorithm.preset=cispo", "algorithm.correction=tis_token"],
+            "correction=tis_token with algorithm.old_policy=behavior: the ratio is the importance weight already",
+        ),
+        (
+            "{}",
+            ["algorithm.preset=rloo", "algorithm.correction=none", "algorithm.old_policy=behavior"],
+            "objective=none, which has no ratio, would correct nothing",
+        ),
+        ("{}", ["algorithm.mis_token_low=6"], "mis_token_low=6.0 must be below algorithm.mis_token_high=5.0"),
+        (
+            "{}",
+            ["algorithm.preset=ppo", "algorithm.ratio=sequence"],
+            "ratio=sequence with algorithm.advantage=gae: one ratio for the response cannot weight",
+        ),
+        (
+            "{}",
+            ["algorithm.preset=ppo", "algorithm.kl_estimator=unbiased"],
+            "kl_estimator=unbiased is about gradients and a reward has none",
+        ),
+        (
+            "{}",
+            ["algorithm.preset=trpo"],
+            "objective=trpo with model.dtype=bfloat16.*set model.dtype=float32",
+        ),
+        (
+            "{}",
+            ["algorithm.preset=trpo", "model.dtype=float32", "learner.replicas=2"],
+            "objective=trpo runs on one learner rank",
+        ),
+        (
+            "{}",
+            ["algorithm.preset=vcpo", "learner.replicas=2"],
+            "advantage=min_variance runs on one learner rank",
+        ),
+        (
+            "{}",
+            ["algorithm.preset=dr_mas"],
+            "advantage=per_agent is for several agents, and data.agents names none",
+        ),
+        (
+            "data:\n  agents: {a: '{prompt}'}\n",
+            [],
+            "advantage=group would compare the rewards of different agents; choose per_agent",
+        ),
+        (
+            "data:\n  agents: {a: '{b}', b: '{prompt}'}\nalgorithm: {preset: dr_mas}\n",
+            [],
+            r"data.agents.a reads \{b\}, who has not answered yet",
+        ),
+        ("{}", ["algorithm.kl_stop=0.1"], "needs learner.steps_per_batch > 1"),
+        ("{}", ["algorithm.kl_target=0.1"], "adapts the weight of a KL, and algorithm.kl=none has none"),
+        ("{}", ["algorithm.process_rewards=true"], "only sees the reward of the whole response"),
+        (
+            "{}",
+            ["sampling.top_p=0.9", "algorithm.correction=none", "algorithm.staleness_adaptive=0.5"],
+            "the engine renormalises over the nucleus",
+        ),
         ("run: [1]\n", [], "run="),
         ("- a\n", [], "must hold sections"),
         ("run: {\n", [], "is not YAML"),
@@ -105,3 +177,45 @@ def test_reading_a_configuration_is_quick_and_light(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stdout.strip()
         == "set()"
     )
+
+
+def test_a_preset_is_one_word_and_gives_way_key_by_key() -> None:
+    dapo = parse_config({"algorithm": {"preset": "dapo"}}).algorithm
+    assert (dapo.clip_high, dapo.correction, dapo.dynamic_sampling) == (0.28, ("tis_token",), True)
+    mine = parse_config(
+        {"algorithm": {"preset": "dapo", "clip_high": 0.3, "dynamic_sampling": False}}
+    ).algorithm
+    assert (mine.clip_high, mine.correction, mine.dynamic_sampling) == (0.3, ("tis_token",), False)
+    assert mine.aggregation == dapo.aggregation == "token_mean"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_legal_and_survives_being_written_out(name: str) -> None:
+    agents = {"a": "{prompt}", "b": "{prompt} {a}"} if name in ("magrpo", "dr_mas") else {}
+    tree = {
+        "algorithm": {"preset": name},
+        "data": {"agents": agents},
+        "model": {"dtype": "float32"},
+        "run": {"steps": 4},
+    }
+    config = parse_config(tree)
+    assert parse_config(json.loads(dump_config(config))) == config
+    assert config.algorithm.correction or config.algorithm.old_policy == "behavior"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        ({"kl": "loss", "kl_estimator": "k1"}, "expected gradient zero"),
+        ({"kl": "loss", "kl_estimator": "k3"}, "forward KL"),
+        ({"kl": "reward", "kl_estimator": "k3"}, "biased gradient; k1 is unbiased"),
+        ({"correction": "none"}, "nothing makes up for the age of rollouts"),
+        ({"preset": "gspo"}, "the clip never acts"),
+        ({"kl": "loss", "kl_estimator": "k2"}, None),
+        ({"kl": "reward", "kl_estimator": "k1"}, None),
+        ({}, None),
+    ],
+)
+def test_doubtful_choices_are_warned_about(algorithm: dict[str, str], words: str | None) -> None:
+    found = warnings(parse_config({"algorithm": algorithm}))
+    assert found == [] if words is None else len(found) == 1 and words in found[0]

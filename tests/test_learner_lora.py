@@ -199,8 +199,11 @@ def test_a_checkpoint_of_something_else_is_refused(tiny_random: Path, tmp_path: 
         network.model.embed_tokens.weight[7, 7] += 0.5
     network.save_pretrained(tmp_path / "changed")
     changed = adapted(tmp_path / "changed")
+    disturb(changed)
+    before = published(changed)
     with pytest.raises(DataError, match=r"model\.embed_tokens\.weight differs \(model\.path\)"):
         load_learner(tmp_path / "low_rank", changed, adamw(changed))
+    assert published(changed) == before
 
 
 def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
