@@ -17,6 +17,7 @@ class Progress:
 
     def __init__(self, config: Config, console: Console) -> None:
         self._steps = config.run.steps
+        self._selects = config.algorithm.dynamic_sampling
         self._console = console
         self._started = time.monotonic()
         self._live = (
@@ -35,6 +36,7 @@ class Progress:
     def header(self, config: Config, *, num_prompts: int, model: str) -> None:
         """What this run is about to do, in three lines."""
         sampling, learner, generation = config.sampling, config.learner, config.generation
+        algorithm = config.algorithm
         self._console.print(
             f"[bold]headway[/bold] run '{config.run.name}' in {config.run_folder}: {config.run.steps} steps, "
             f"max version lag {config.lag.max_version_lag}"
@@ -47,8 +49,10 @@ class Progress:
             highlight=False,
         )
         self._console.print(
-            f"  {generation.replicas} vLLM engine(s), 1 learner at learning rate {learner.learning_rate:g}, correction "
-            f"{config.algorithm.correction}, advantage {config.algorithm.advantage}",
+            f"  {generation.replicas} vLLM engine(s), {learner.replicas} learner rank(s)"
+            f"{f' with an adapter of rank {learner.lora_rank}' if learner.lora_rank else ''}, learning rate "
+            f"{learner.learning_rate:g}, preset {algorithm.preset}: advantage {algorithm.advantage}, correction "
+            f"{' + '.join(algorithm.correction) or 'none'}",
             highlight=False,
         )
 
@@ -63,12 +67,19 @@ class Progress:
         """One finished optimizer step, from its line in `metrics.jsonl`."""
         lags, lengths = record["lag"], record["response_tokens"]
         self.say(
-            f"step {record['version']:>4}/{self._steps}  reward {_number(record['reward_mean'], 3)}  "
+            f"step {record['version']:>4}/{self._steps}  reward {self._reward(record)}  "
             f"lag {sum(lags) / len(lags):.1f} (max {max(lags)})  ess {_number(record['importance_ess_fraction'], 3)}  "
             f"kl {_number(record['behavior_kl'], 4)}  grad {record['grad_norm']:.2f}  "
             f"len {sum(lengths) / len(lengths):.1f}  {record['seconds']['total']:.1f} s "
             f"(waited {record['waited_s']:.1f})"
         )
+
+    def _reward(self, record: dict[str, Any]) -> str:
+        """Dynamic sampling trains neither solved nor hopeless prompts, so what it trains says little about all."""
+        trained = _number(record["reward_mean"], 3)
+        if not self._selects:
+            return trained
+        return f"{_number(record['sampled_reward_mean'], 3)} (trained {trained})"
 
     def state(self, *, version: int, running: int, queued: int, engines: dict[int, int | None]) -> None:
         """Refreshes the status line on a terminal; nothing elsewhere."""

@@ -28,6 +28,8 @@ class Receipt:
     num_bytes: int
     oldest_version: int
     num_scored: int
+    reward_sum: float
+    """Of scored responses."""
     response_lengths: tuple[int, ...]
     """Tokens of each response."""
     equal_reward: float | None
@@ -75,6 +77,7 @@ class RolloutQueue:
             num_bytes=table.nbytes,
             oldest_version=rollouts.oldest_version(table),
             num_scored=table.num_rows - table.column("reward").null_count,
+            reward_sum=sum(reward for reward in table.column("reward").to_pylist() if reward is not None),
             response_lengths=tuple(rollouts.lengths(table, "response_ids")),
             equal_reward=_equal_reward(table),
         )

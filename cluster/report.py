@@ -58,6 +58,9 @@ def write_report(run_folder: Path) -> Path:
     steps, duration_s, unreadable = read_metrics(run_folder / "metrics.jsonl")
     config_file = run_folder / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
+    # Dynamic sampling trains neither solved nor hopeless prompts: what it trains says little about all of them.
+    selects = (config.get("algorithm") or {}).get("dynamic_sampling")
+    reward = "sampled_reward_mean" if selects else "reward_mean"
     environment = Environment(autoescape=True, undefined=ChainableUndefined)
     environment.filters.update(number=number, visible=visible)
     template = environment.from_string(Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8"))
@@ -68,9 +71,9 @@ def write_report(run_folder: Path) -> Path:
         duration=timedelta(seconds=round(duration_s)),
         steps=steps,
         unreadable=unreadable,
-        headlines=_headlines(steps),
+        headlines=_headlines(steps, reward),
         steps_per_point=math.ceil(len(steps) / MAX_POINTS),
-        plots=_plots(steps),
+        plots=_plots(steps, reward),
         corrections=_corrections(steps),
         by_lag=_by_lag(steps),
         audit=steps[-1].get("audit") or {},
@@ -110,8 +113,8 @@ def read_metrics(path: Path) -> tuple[list[Record], float, int]:
     return steps, duration + clock, unreadable
 
 
-def _headlines(steps: list[Record]) -> dict[str, float]:
-    """The run's most important figures; NaN where unknown."""
+def _headlines(steps: list[Record], reward: str) -> dict[str, float]:
+    """The run's most important figures; NaN where unknown. `reward`: the record's key that speaks for all prompts."""
     tenth = math.ceil(len(steps) / 10)
     lags, ess = _values(steps, "lag"), _values(steps, "importance_ess_fraction")
     tokens, total = sum(_values(steps, "trained_tokens")), sum(_values(steps, "seconds", "total"))
@@ -120,8 +123,8 @@ def _headlines(steps: list[Record]) -> dict[str, float]:
     return {
         "groups": len(lags),
         "tenth": tenth,
-        "reward_first": _mean(_values(steps[:tenth], "reward_mean")),
-        "reward_last": _mean(_values(steps[-tenth:], "reward_mean")),
+        "reward_first": _mean(_values(steps[:tenth], reward)),
+        "reward_last": _mean(_values(steps[-tenth:], reward)),
         "lagging": _mean([lag >= 1 for lag in lags]),
         "lag_mean": _mean(lags),
         "lag_max": max(lags, default=math.nan),
@@ -156,7 +159,7 @@ def _by_lag(steps: list[Record]) -> list[tuple[str, int, float, float, float]]:
     return rows
 
 
-def _plots(steps: list[Record]) -> list[tuple[str, Sequence[Layer], Markup | None]]:
+def _plots(steps: list[Record], reward: str) -> list[tuple[str, Sequence[Layer], Markup | None]]:
     """(title, layers, drawing) of every plot."""
     width = math.ceil(len(steps) / MAX_POINTS)
     points = [steps[start : start + width] for start in range(0, len(steps), width)]
@@ -167,7 +170,7 @@ def _plots(steps: list[Record]) -> list[tuple[str, Sequence[Layer], Markup | Non
 
     window = width * max(5, len(points) // 20)
     ends = [(index + 1) * width for index in range(len(points))]
-    running = np.array([_mean(_values(steps[max(0, end - window) : end], "reward_mean")) for end in ends])
+    running = np.array([_mean(_values(steps[max(0, end - window) : end], reward)) for end in ends])
 
     lags = [[min(lag, MAX_LAG_SHOWN) for lag in _values(point, "lag")] for point in points]
     highest = int(max((lag for point in lags for lag in point), default=0))
@@ -187,8 +190,13 @@ def _plots(steps: list[Record]) -> list[tuple[str, Sequence[Layer], Markup | Non
     speed = [_ratio(sum(_values(p, "trained_tokens")), sum(_values(p, "seconds", "total"))) for p in points]
     plots: dict[str, Sequence[Layer]] = {
         "Reward": [
-            line("mean reward", "a", "reward_mean", opacity=0.5),
+            line("mean reward" if reward == "reward_mean" else "of all samples", "a", reward, opacity=0.5),
             Layer(f"over the last {window} steps", "b", running),
+            *(
+                [line("of trained groups", "c", "reward_mean", opacity=0.5)]
+                if reward != "reward_mean"
+                else []
+            ),
         ],
         "Share of groups by version lag": _stacked(by_lag),
         "Effective sample size, share of trained tokens": [

@@ -79,6 +79,7 @@ class Run:
         self.reissue: deque[int] = deque()
         self.tasks: set[asyncio.Task[None]] = set()
         self.audit = LengthAudit()
+        self.sampled_rewards = (0.0, 0)  # sum and number since the last step, trained or not
         self.without_signal: Counter[float] = Counter()  # dropped since the last group with signal, by reward
         self.no_signal: NoSignal | None = None
         self.placement = Placement(self.config, self.folder)
@@ -322,6 +323,10 @@ class Run:
         self.recorder.inc("headway_groups_total", label="finished")
         self.recorder.observe("headway_sampled_response_tokens", receipt.response_lengths)
         self.audit.sampled.update(receipt.response_lengths)
+        self.sampled_rewards = (
+            self.sampled_rewards[0] + receipt.reward_sum,
+            self.sampled_rewards[1] + receipt.num_scored,
+        )
         self._admit(group, receipt)
         self.waits.changed()
 
@@ -600,12 +605,18 @@ class Run:
             self.recorder.observe("headway_step_seconds", [value], label=stage)
         self.recorder.set("headway_last_step_timestamp_seconds", time.time())
         self.recorder.set("headway_audit_length_ks", self.audit.ks())
+        total, number = self.sampled_rewards
+        self.sampled_rewards = (0.0, 0)
+        sampled_mean = total / number if number else None
+        if sampled_mean is not None:
+            self.recorder.set("headway_sampled_reward_mean", sampled_mean)
         per_step = self.config.learner.groups_per_step
-        for number, step in enumerate(stats):
+        for position, step in enumerate(stats):
             record = {
-                **observe_step(self.recorder, step, batch[number * per_step : (number + 1) * per_step]),
-                **(observe_critic(self.recorder, critic_stats[number]) if critic_stats else {}),
+                **observe_step(self.recorder, step, batch[position * per_step : (position + 1) * per_step]),
+                **(observe_critic(self.recorder, critic_stats[position]) if critic_stats else {}),
                 "audit": self.audit.record(),
+                "sampled_reward_mean": sampled_mean,
                 "time_s": round(time.monotonic() - self.started, 3),
                 "seconds": {stage: value / len(stats) for stage, value in seconds.items()},
                 "waited_s": waited / len(stats),

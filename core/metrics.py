@@ -162,6 +162,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("headway_reward", "histogram", "Reward of trained responses.", "", (), REWARD_BUCKETS),
     Metric("headway_reward_mean", "gauge", "Mean reward of the last batch's scored responses."),
     Metric(
+        "headway_sampled_reward_mean",
+        "gauge",
+        "Mean reward of the responses that finished during the last batch, trained or dropped by dynamic sampling.",
+    ),
+    Metric(
         "headway_no_signal_groups_fraction",
         "gauge",
         "Share of the last batch's groups whose rewards are all equal.",

@@ -33,7 +33,10 @@ def test_more_steps_and_other_machines_are_the_same_run(tmp_path: Path) -> None:
         ({"data": {"params": {"max_terms": 3}}}, r"data.params was {}, is {'max_terms': 3}"),
         ({"run": {"seed": 1}}, "run.seed was 0, is 1"),
         ({"lag": {"max_version_lag": 0}}, "lag.max_version_lag was 2, is 0"),
-        ({"algorithm": {"correction": "none"}}, "algorithm.correction was 'tis_token', is 'none'"),
+        (
+            {"algorithm": {"correction": "none"}},
+            r"algorithm.correction was \['tis_token', 'mis_sequence'\], is \[\]",
+        ),
     ],
 )
 def test_other_data_or_another_algorithm_is_refused(tmp_path: Path, change: dict, message: str) -> None:
