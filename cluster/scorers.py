@@ -72,7 +72,7 @@ class Scorers:
                 self._placement.discard(actor)
                 actors[replica] = self._start(role, replica)
                 self._recorder.inc("headway_actor_restarts_total", label=role)
-                self._say(f"{role} {replica} is replaced")
+                self._say(f"{role.removesuffix('s')} {replica} is replaced")
 
     async def drain_updates(self, call: Callable[..., Any]) -> list[Update]:
         """Metric updates of the verifiers; dead ones are replaced. (The other scorers do one thing at a time and may be

@@ -22,18 +22,17 @@ from headway.core.config import Config
 from headway.core.errors import HeadwayError
 from headway.core.rollouts import SCHEMA
 from headway.learner.advantages import min_variance
-from headway.learner.batching import MicroBatch, pack, unpack
+from headway.learner.batching import MicroBatch, unpack
 from headway.learner.corrections import correct, ess_fraction, importance_weights
 from headway.learner.kl import k3, kl_loss
 from headway.learner.learner_state import load_learner, save_learner
-from headway.learner.logprobs import TokenLogprobs
 from headway.learner.losses import policy_loss, token_weights
 from headway.learner.model import PolicyModel
+from headway.learner.passes import Passes
 from headway.learner.rewards import RewardState
 from headway.learner.sharding import Ranks, alone
 from headway.learner.stats import StepStats, Tally, Trained, step_stats
 from headway.learner.step import StepBatch, prepare
-from headway.learner.trpo import TrpoResult, fisher_product, trpo_step
 
 ESS_MEMORY = 0.9
 """Share of its last value that the running ESS of fresh tokens keeps at each step."""
@@ -68,6 +67,7 @@ class Trainer:
             lora_alpha=learner.lora_alpha,
             activation_checkpointing=learner.activation_checkpointing,
         )
+        self.passes = Passes(config, self.model)
         self.version = 0
         self.rewards = RewardState.start(config.algorithm)
         self.fresh_ess = 1.0
@@ -127,21 +127,7 @@ class Trainer:
             later = False
         if not (later or ahead or algorithm.objective == "trpo"):
             return None
-        return self._logprobs_of(step)
-
-    @torch.no_grad()
-    def _logprobs_of(self, step: StepBatch) -> Tensor:
-        logprobs_N = torch.full(step.advantages_N.shape, torch.nan)
-        parts = []
-        for batch in self._share(step):
-            if batch is None:
-                self.model.idle_forward()
-            else:
-                parts.append((batch.token_index, self._forward(batch).logprobs.cpu()))
-        for part in self.ranks.all_gather(parts):
-            for tokens_M, values_M in part:
-                logprobs_N[tokens_M] = values_M
-        return logprobs_N
+        return self.passes.logprobs(step)
 
     def _with_proximal(self, step: StepBatch, proximal_N: Tensor | None) -> StepBatch:
         """What the step can only know with log-probabilities: minimum-variance baselines, and denominators without
@@ -153,11 +139,7 @@ class Trainer:
             step = self._with_min_variance(step, proximal_N)
         if not algorithm.rejected_in_denominator and algorithm.correction:
             tokens = torch.from_numpy(np.flatnonzero(step.trained_N))
-            behavior = step.behavior_logprobs_N[tokens]
-            log_correction = proximal_N[tokens] - behavior
-            corrected = correct(
-                log_correction, step.response_N[tokens], step.advantages_N[tokens], -log_correction, algorithm
-            )
+            corrected = self.passes.correction(step, tokens, proximal_N)
             kept_N = torch.from_numpy(step.in_loss_N).clone()
             for mask in corrected.rejected.values():
                 kept_N[tokens[mask]] = False
@@ -169,21 +151,12 @@ class Trainer:
         return step
 
     def _with_min_variance(self, step: StepBatch, proximal_N: Tensor) -> StepBatch:
-        """Advantages over the baseline that weighs rewards by squared importance weight times squared gradient norm:
-        one backward pass for every response."""
+        """Advantages over the baseline that weighs rewards by squared importance weight times squared gradient norm."""
+        norms_B = self.passes.squared_gradient_norms(step)
+        log_correction_N = (proximal_N - step.behavior_logprobs_N).nan_to_num(nan=0.0)  # not trained: norm 0
         num_responses = len(step.lengths_B)
-        norms_B = torch.zeros(num_responses, dtype=torch.float64)
-        weights_B = torch.zeros(num_responses, dtype=torch.float64)
-        trained_N = torch.from_numpy(step.trained_N)
-        for response in step.response_N[trained_N].unique().tolist():
-            own_N = trained_N & (step.response_N == response)
-            self.model.zero_grad()
-            for batch in self._pack(step, own_N.numpy()):
-                self._forward(batch).logprobs.sum().backward()
-            norms_B[response] = self.model.grad_norm() ** 2
-            log_weight = (proximal_N - step.behavior_logprobs_N)[own_N].sum()
-            weights_B[response] = float(importance_weights(log_weight))
-        self.model.zero_grad()
+        log_weights_B = torch.zeros(num_responses).index_add_(0, step.response_N, log_correction_N)
+        weights_B = importance_weights(log_weights_B)
         advantages_B = torch.zeros(num_responses)
         for group in step.group_of_response_B.unique():
             rows = step.group_of_response_B == group
@@ -191,7 +164,9 @@ class Trainer:
             advantages_B[rows] = min_variance(
                 rewards_G, ~torch.isnan(rewards_G), weights_B[rows], norms_B[rows]
             )
-        return replace(step, advantages_N=advantages_B[step.response_N])
+        # A reward that is NaN must go on showing.
+        advantages_N = torch.where(step.advantages_N.isnan(), torch.nan, advantages_B[step.response_N])
+        return replace(step, advantages_N=advantages_N)
 
     # ---- one step --------------------------------------------------------------------------------------------
 
@@ -203,7 +178,7 @@ class Trainer:
         tally = Tally()
         self.model.zero_grad()
         if not stopped:
-            for batch in self._share(step):
+            for batch in self.passes.share(step):
                 if batch is None:
                     self.model.idle_backward()
                 else:
@@ -224,7 +199,9 @@ class Trainer:
             self.model.zero_grad()
         elif algorithm.objective == "trpo":
             assert proximal_N is not None
-            trust_region = self._trust_region_step(step, proximal_N)
+            self._check_gradient(self.model.grad_norm(), step)
+            trust_region = self.passes.natural_step(step, proximal_N)
+            self.model.refresh()
             grad_norm, learning_rate = trust_region.grad_norm, 0.0
         else:
             grad_norm = self._optimize(step, learning_rate)
@@ -254,7 +231,7 @@ class Trainer:
         must learn of it before any of them stops."""
         algorithm = self.config.algorithm
         tokens_M = batch.token_index
-        result = self._forward(batch)
+        result = self.passes.forward(batch)
         device = result.logprobs.device
         current_M = result.logprobs.detach().cpu()
         behavior_M = step.behavior_logprobs_N[tokens_M]
@@ -324,8 +301,7 @@ class Trainer:
         """Applies the gradients and returns their norm before clipping. A step whose groups all lack signal has
         gradient zero, and is still a step: the moments decay."""
         norm = self.model.clip_grad(self.config.learner.max_grad_norm)
-        if not math.isfinite(norm):
-            self._refuse("the gradient", torch.from_numpy(np.flatnonzero(step.trained_N)), step)
+        self._check_gradient(norm, step)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
@@ -350,82 +326,9 @@ class Trainer:
             self.fresh_ess = ESS_MEMORY * self.fresh_ess + (1 - ESS_MEMORY) * ess_fraction(fresh)
         return min(1.0, (ess_fraction(weights) / self.fresh_ess) ** 0.5)
 
-    # ---- trust region ----------------------------------------------------------------------------------------
-
-    def _trust_region_step(self, step: StepBatch, proximal_N: Tensor) -> TrpoResult:
-        """A natural gradient step on the gradient that has been accumulated."""
-        algorithm = self.config.algorithm
-        parameters = list(self.model.masters.values())
-        gradient = [-p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-        if not all(torch.isfinite(part).all() for part in gradient):
+    def _check_gradient(self, norm: float, step: StepBatch) -> None:
+        if not math.isfinite(norm):
             self._refuse("the gradient", torch.from_numpy(np.flatnonzero(step.trained_N)), step)
-        num_tokens = max(1, int(step.trained_N.sum()))
-        batches = self._pack(step, step.trained_N)
-
-        def k2_gradient() -> list[Tensor]:
-            self.model.zero_grad()
-            for batch in batches:
-                logprobs_M = self._forward(batch).logprobs
-                moved_M = logprobs_M - proximal_N[batch.token_index].to(logprobs_M.device)
-                (0.5 * moved_M.square().sum() / num_tokens).backward()
-            return [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-
-        @torch.no_grad()
-        def evaluate() -> tuple[float, float]:
-            surrogate = kl = 0.0
-            for batch in batches:
-                tokens_M = batch.token_index
-                log_ratio_M = self._forward(batch).logprobs.cpu() - proximal_N[tokens_M]
-                weights_M = self._factor_of(step, tokens_M, proximal_N) * step.token_weights_N[tokens_M]
-                gain_M = importance_weights(log_ratio_M) * step.advantages_N[tokens_M] * weights_M
-                surrogate += float(gain_M.sum())
-                kl += float(k3(log_ratio_M).sum()) / num_tokens
-            return surrogate, kl
-
-        result = trpo_step(
-            parameters,
-            gradient,
-            fisher_product(parameters, k2_gradient),
-            evaluate,
-            max_kl=algorithm.trust_region_kl,
-            iterations=algorithm.cg_iterations,
-            damping=algorithm.cg_damping,
-        )
-        self.model.zero_grad()
-        self.model.refresh()
-        return result
-
-    def _factor_of(self, step: StepBatch, tokens_M: Tensor, proximal_N: Tensor) -> Tensor:
-        if not self.config.algorithm.correction:
-            return torch.ones(len(tokens_M))
-        log_correction_M = proximal_N[tokens_M] - step.behavior_logprobs_N[tokens_M]
-        return correct(
-            log_correction_M,
-            step.response_N[tokens_M],
-            step.advantages_N[tokens_M],
-            -log_correction_M,
-            self.config.algorithm,
-        ).factor_M
-
-    # ---- micro-batches ---------------------------------------------------------------------------------------
-
-    def _pack(self, step: StepBatch, trained_N: np.ndarray) -> list[MicroBatch]:
-        return pack(step.groups, trained_N, microbatch_tokens=self.config.learner.microbatch_tokens)
-
-    def _share(self, step: StepBatch) -> list[MicroBatch | None]:
-        """This rank's micro-batches. Every rank must go through as many passes as the others: None stands for one
-        without tokens."""
-        batches = self._pack(step, step.trained_N)
-        rank, size = self.ranks.rank, self.ranks.size
-        if size > 1:
-            total = sum(len(batch.input_ids) for batch in batches)
-            fair = min(self.config.learner.microbatch_tokens, -(-total // size))
-            batches = pack(step.groups, step.trained_N, microbatch_tokens=fair)
-        share: list[MicroBatch | None] = [*batches[rank::size]]
-        return share + [None] * (-(-len(batches) // size) - len(share))
-
-    def _forward(self, batch: MicroBatch) -> TokenLogprobs:
-        return self.model.logprobs(batch, temperature=self.config.sampling.temperature)
 
     def _refuse(self, what: str, tokens: Tensor, step: StepBatch) -> NoReturn:
         self.model.zero_grad()

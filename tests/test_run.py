@@ -40,6 +40,7 @@ SMALL = [
     "data.num_prompts=300",
     "metrics.port=0",
     "run.checkpoint_every=0",
+    "algorithm.dynamic_sampling=false",
 ]
 
 
@@ -76,6 +77,7 @@ def wait_for(
 def test_version_lag_0_is_a_plain_synchronous_loop(root: Path, tmp_path: Path, tiny_adder: Path) -> None:
     """Same prompts, same sampled tokens, same losses and weights as a loop of a few lines."""
     overrides = ["lag.max_version_lag=0", "generation.replicas=1", "run.steps=3", "run.seed=11"]
+    overrides += ["algorithm.correction=tis_token", "algorithm.ess_lr=false"]
     done = run(train(root, tmp_path, *overrides), root)
     assert done.returncode == 0, done.stderr
     config = load_config(tmp_path / "tiny" / "config.json")
@@ -287,6 +289,91 @@ def test_killed_actors_are_replaced_and_no_prompt_is_lost(
     time.sleep(1)
     assert [p for log in (folder / "logs").iterdir() for p in processes_of(log)] == []
     assert not list(Path("/dev/shm").glob("headway-tiny-*"))
+
+
+def test_ppo_with_five_roles_and_two_learner_ranks_goes_on_after_a_resume(root: Path, tmp_path: Path) -> None:
+    """Reference and critic score every group, two ranks train, the reference is refreshed, all of it is resumed."""
+    folder = tmp_path / "tiny"
+    command = train(
+        root,
+        tmp_path,
+        "algorithm.preset=ppo",
+        "algorithm.reference_refresh_steps=3",
+        "learner.replicas=2",
+        "generation.replicas=1",
+        "reference.threads=1",
+        "critic.threads=1",
+    )
+    done = run([*command, "run.steps=4"], root)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 learner rank(s)" in done.stdout
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    assert (checkpoint / "critic" / "critic.pt").exists()
+    assert torch.load(checkpoint / "reference" / "reference.pt", weights_only=True)["version"] == 3
+    done = run([*command, "run.steps=6", "--resume"], root)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = steps_of(folder)
+    assert [step["version"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(step["kl_reference"] >= 0 and step["kl_coef"] == 0.01 for step in steps)
+    assert all(step["value_loss"] > 0 and step["critic_grad_norm"] > 0 for step in steps)
+    assert sorted(trained_groups(folder / "ledger.jsonl")) == list(range(4 * 6))
+    table = rollouts.read_parquet(folder / "rollouts" / "step-000006.parquet")
+    for column in ("reference_logprobs", "values", "proximal_logprobs", "advantages"):
+        assert rollouts.lengths(table, column) == rollouts.lengths(table, "response_ids"), column
+    assert {"reference-0.log", "critic-0.log", "learner-0.log", "learner-1.log"} <= {
+        log.name for log in (folder / "logs").iterdir()
+    }
+
+
+def test_dynamic_sampling_trains_groups_with_signal_only(root: Path, tmp_path: Path) -> None:
+    """With an adapter, whose every version the engine serves: at lag 0 engine and learner agree."""
+    folder = tmp_path / "tiny"
+    done = run(
+        train(
+            root,
+            tmp_path,
+            "algorithm.preset=dapo",
+            "algorithm.dynamic_sampling=true",
+            "learner.lora_rank=4",
+            "learner.learning_rate=2e-3",
+            "lag.max_version_lag=0",
+            "generation.replicas=1",
+            "run.steps=6",
+        ),
+        root,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = steps_of(folder)
+    assert all(step["no_signal_groups_fraction"] == 0 for step in steps)
+    assert all(step["engine_learner_kl"] < 1e-6 and step["grad_norm"] > 0 for step in steps)
+    dropped = steps[-1]["dropped"]["no_signal"]
+    trained = trained_groups(folder / "ledger.jsonl")
+    events = [json.loads(line)["event"] for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    assert len(trained) == 24 and dropped > 0
+    assert events.count("issued") == 24 + events.count("dropped")
+    assert 0 < steps[-1]["audit"]["length_ks"] < 0.5
+    rewards = [
+        rollouts.read_parquet(path).column("reward").to_pylist()
+        for path in sorted((folder / "rollouts").iterdir())
+    ]
+    assert all(len(set(batch[at : at + 4])) > 1 for batch in rewards for at in range(0, 16, 4))
+
+
+def test_prompts_without_any_signal_end_the_run_with_a_checkpoint(root: Path, tmp_path: Path) -> None:
+    done = run(
+        train(
+            root,
+            tmp_path,
+            "model.path=tiny-random",
+            "algorithm.dynamic_sampling=true",
+            "algorithm.dynamic_sampling_tries=3",
+            "generation.replicas=1",
+        ),
+        root,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "12 groups in a row had equal rewards (12 at 0): nothing to learn at version 0" in done.stderr
+    assert (tmp_path / "tiny" / "checkpoints" / "version-00000000" / "COMPLETE").exists()
 
 
 def test_an_existing_run_is_not_overwritten_by_accident(root: Path, tmp_path: Path) -> None:
