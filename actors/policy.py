@@ -11,6 +11,7 @@ import pyarrow as pa
 import torch
 
 from headway.core.config import Config
+from headway.core.errors import WeightUpdateFailed
 from headway.core.weights import Manifest
 from headway.learner.publish import buffers, contribute, export, layout_of
 from headway.learner.sharding import alone, free_address, join
@@ -38,6 +39,8 @@ class PolicyActor:
         self._trainer = Trainer(config, self._model_folder, ranks)
         self._layout = layout_of(self._trainer.model, config.model.dtype, config.learner.bucket_mib * 2**20)
         self._rank = rank
+        self._digests: dict[str, str] = {}  # of the last published version
+        self._moved = False  # since then
         self._no_buckets = [np.zeros(0, dtype=np.uint8) for _ in self._layout.bucket_bytes]
         self._buckets = buffers(self._layout) if rank == 0 else self._no_buckets
         return len(self._layout.bucket_bytes)
@@ -45,11 +48,14 @@ class PolicyActor:
     def train(self, version: int, *tables: pa.Table) -> tuple[list[StepStats], pa.Table]:
         """`steps_per_batch` optimizer steps from `version` on; one table per group. Their statistics, and the columns
         that the learner appends to the rollouts."""
-        return self._trainer.train(tables, version)
+        stats, columns = self._trainer.train(tables, version)
+        self._moved = self._moved or any(step.moved for step in stats)
+        return stats, columns
 
     def publish(self, version: int) -> tuple[Manifest, *tuple[np.ndarray, ...]]:
         """The manifest of the current weights, then their buckets (uint8); of rank 0, the others only help to gather.
-        `version` must be the learner's own."""
+        `version` must be the learner's own. Raises `WeightUpdateFailed` when float32 weights that a step has moved are
+        those of the last version to the bit: something else than the trained weights is about to be published."""
         if version != self._trainer.version:
             raise ValueError(
                 f"asked to publish version {version}, but the learner is at {self._trainer.version}"
@@ -59,6 +65,12 @@ class PolicyActor:
             return (Manifest(version=version, entries=(), bucket_bytes=()), *self._no_buckets)
         # Whoever runs this actor has copied the last version's buckets out before it can ask for the next.
         manifest, buckets = export(self._trainer.model, self._layout, version, into=self._buckets)
+        exact = all(entry.dtype == "float32" for entry in manifest.entries)
+        if exact and self._moved and manifest.digests == self._digests:
+            raise WeightUpdateFailed(
+                f"version {version} holds the same bytes as the last one, though its steps moved the weights"
+            )
+        self._digests, self._moved = manifest.digests, False
         return (manifest, *buckets)
 
     def save(self, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""Reward against version lag for four corrections: `.venv/bin/python bench/lag.py [--steps 60] [--seeds 3] [--plot FILE]`.
+"""Reward against version lag for four corrections: `.venv/bin/python bench/lag.py [--steps 80] [--seeds 3] [--plot FILE]`.
 
 One real engine and the real learner in one process, with the lag held at an exact number: the rollouts of step v are
 sampled by the weights of version max(0, v - lag). Everything else is alike, prompts and sampling seeds included.
@@ -29,7 +29,11 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "none": {"correction": "none"},
     "tis_token": {"correction": "tis_token"},
     "decoupled": {"correction": "is_token"},
-    "mis_sequence": {"correction": "tis_token+mis_sequence"},
+    "mis_sequence": {
+        "correction": "tis_token+mis_sequence",
+        "mis_sequence_low": 0.8,
+        "mis_sequence_high": 1.25,
+    },
 }
 LAGS = (0, 4, 8, 16)
 LAST = 10
@@ -184,7 +188,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lags", type=int, nargs="*", default=list(LAGS))
     parser.add_argument("--learning-rate", type=float, default=2e-4)

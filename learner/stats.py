@@ -86,6 +86,13 @@ class StepStats:
     seconds: dict[str, float]
     """By stage: `unpack`, `forward_backward`, `optimizer`. Work for the whole batch counts for its first step."""
 
+    @property
+    def moved(self) -> bool:
+        """Whether the step changed the trained weights."""
+        if self.trust_region is not None:
+            return self.trust_region.accepted
+        return self.learning_rate > 0 and self.grad_norm > 0
+
 
 @dataclass(kw_only=True, slots=True)
 class Tally:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headway.actors.policy import PolicyActor
 from headway.core.config import Config, parse_config
+from headway.core.errors import WeightUpdateFailed
 from headway.core.rollouts import build, replace_column
 from headway.learner.batching import unpack
 from headway.learner.pretrained import model_folder
@@ -400,3 +401,17 @@ def test_bfloat16_gradients_add_up_over_micro_batches(tiny_random: Path) -> None
     right = torch.cat([tensor.flatten() for tensor in momentum(whole).values()])
     assert torch.cosine_similarity(left, right, dim=0) > 0.995
     assert left.dtype == torch.float32
+
+
+def test_publishing_what_training_did_not_touch_is_refused(tiny_random: Path) -> None:
+    actor = PolicyActor(config(groups_per_step=1), str(tiny_random))
+    actor.start(0, 1, "", 10.0)
+    first, *_ = actor.publish(0)
+    again, *_ = actor.publish(0)  # nothing has moved: as it should be
+    assert again.digests == first.digests
+    signal = group_table(0, seed=1, rewards=[1, 0])
+    before = weights(actor._trainer)
+    actor.train(0, signal)
+    _repaired(actor._trainer, before)  # as if the trained weights were other tensors than the published ones
+    with pytest.raises(WeightUpdateFailed, match="version 1 holds the same bytes as the last one"):
+        actor.publish(1)

@@ -290,3 +290,40 @@ def test_a_run_without_a_step_has_no_report(tmp_path, text):
     with pytest.raises(DataError, match=r"metrics\.jsonl holds no optimizer step"):
         write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_corrections_and_lags_are_tables_of_means(tmp_path):
+    def other(tokens, ess):
+        return {"tokens": tokens, "responses": tokens / 2, "ess_fraction": ess}
+
+    def weights(ess, largest):
+        return {"mean": 1.0, "max": largest, "p99": 1.0, "ess_fraction": ess, "k1": 0.0, "k3": 0.5}
+
+    records = [
+        record(
+            1,
+            counterfactuals={"none": other(0.0, 1.0), "mis_token": other(0.1, 0.8)},
+            by_lag={"0": weights(0.9, 1.5)},
+        ),
+        record(
+            2,
+            counterfactuals={"none": other(0.0, 1.0), "mis_token": other(0.3, 0.6)},
+            by_lag={"0": weights(0.7, 2.5), "10": weights(0.5, 4.0)},
+            audit={"length_ks": 0.125, "sampled_mean": 12.5, "trained_mean": 11.0},
+        ),
+    ]
+    config = {"algorithm": {"correction": ["tis_token", "veto"]}}
+    html = write_report(run_folder(tmp_path, records, config)).read_text()
+    page = Page(html)
+    assert "On in this run: tis_token, veto." in page.text
+    assert "mis_token 20.00 % 10.00 % 0.700" in page.text
+    assert "0 2 0.800 2.50 0.50000" in page.text and "10 1 0.500 4.00 0.50000" in page.text
+    assert "mean tokens 12.5 / 11.0" in page.text and "(KS) 0.125" in page.text
+
+
+def test_with_dynamic_sampling_the_reward_is_that_of_all_samples(tmp_path):
+    records = [record(step, reward_mean=0.5, sampled_reward_mean=0.1 * step) for step in range(1, 9)]
+    config = {"algorithm": {"dynamic_sampling": True}}
+    page = Page(write_report(run_folder(tmp_path, records, config)).read_text())
+    assert page.headlines["Reward"].startswith("0.100 → 0.800")
+    assert "of all samples" in page.text and "of trained groups" in page.text
