@@ -15,6 +15,7 @@ vLLM's worker processes are no Ray workers: this module reaches them as an entry
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ to be about 2e-3 in bfloat16, which rounds the outputs, and would hide several o
 
 def register() -> None:
     """Entry point: makes the transport known to vLLM."""
+    # At every update it warns of layers that hold no weights, as of rotary embeddings; digests and probe know better.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, SharedMemoryTransport.__name__)
 

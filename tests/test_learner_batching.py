@@ -196,3 +196,16 @@ def test_every_trained_token_is_there_exactly_once_within_the_budget(lengths, bu
     for batch in batches:
         assert batch.input_ids.numel() <= budget
         assert batch.targets.tolist() == flat[batch.token_index.numpy()].tolist()
+
+
+def test_an_end_of_sequence_id_is_a_token_like_any_other() -> None:
+    """Tokenizers often pad with it. What is trained is what the loss mask says: the one that ended a response, and
+    not those that a tool or a template put there."""
+    eos = 2
+    group = unpack(
+        build([row(0, [5, 9, eos, eos, 8, eos], prompt=[eos, 7, eos], loss_mask=[1, 1, 1, 0, 0, 1])])
+    )
+    (batch,) = pack([group], group.loss_mask, microbatch_tokens=64)
+    assert batch.token_index.tolist() == [0, 1, 2, 5]
+    assert batch.targets.tolist() == [5, 9, eos, eos]
+    assert batch.input_ids.tolist() == [eos, 7, eos, 5, 9, eos, eos, 8]  # nothing is padding
