@@ -237,7 +237,14 @@ class Algorithm(Section):
             raise ValueError(
                 f"algorithm.preset={name!r} is unknown; nearest: {near}; there are {', '.join(PRESETS)}"
             )
-        return {**PRESETS[name].choices, **values}
+        choices = {**PRESETS[name].choices, **values}
+        uncorrected = choices.get("correction") == [] and choices.get("old_policy", "proximal") == "proximal"
+        if uncorrected and "correction" not in values:
+            raise ValueError(
+                f"algorithm.preset={name} with algorithm.old_policy=proximal has no off-policy correction; add "
+                "algorithm.correction=tis_token, or say algorithm.correction=none"
+            )
+        return choices
 
     @field_validator("correction", mode="before")
     @classmethod

@@ -74,6 +74,11 @@ def write(tmp_path: Path, text: str) -> Path:
             ["algorithm.preset=rloo", "algorithm.correction=none", "algorithm.old_policy=behavior"],
             "objective=none, which has no ratio, would correct nothing",
         ),
+        (
+            "{}",
+            ["algorithm.preset=cispo", "algorithm.old_policy=proximal"],
+            "preset=cispo with algorithm.old_policy=proximal has no off-policy correction",
+        ),
         ("{}", ["algorithm.mis_token_low=6"], "mis_token_low=6.0 must be below algorithm.mis_token_high=5.0"),
         (
             "{}",
