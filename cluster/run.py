@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter, deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +23,11 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from headway.actors.generation import GroupRequest
-from headway.cluster.audit import LengthAudit
-from headway.cluster.gate import Finished, Gate, cut_batch
+from headway.cluster.groups import Groups
 from headway.cluster.learners import LearnerGroup
-from headway.cluster.ledger import Ledger
 from headway.cluster.placement import Placement
 from headway.cluster.progress import Progress
-from headway.cluster.queue import Receipt, Room, group_bytes
+from headway.cluster.queue import Receipt
 from headway.cluster.record import observe_critic, observe_step
 from headway.cluster.scorers import Scorers, died
 from headway.cluster.state import Engine, Group, Release
@@ -67,7 +64,6 @@ class Run:
     resume_from: Path | None = None
     version: int = 0
     stopping: bool = False
-    groups: dict[int, Group] = field(default_factory=dict)
     waits: Waits = field(default_factory=Waits)
 
     async def execute(self) -> None:
@@ -76,11 +72,7 @@ class Run:
         self.folder = self.config.run_folder.resolve()
         self.started = self.last_progress = time.monotonic()
         self.release: Release | None = None
-        self.reissue: deque[int] = deque()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.audit = LengthAudit()
-        self.sampled_rewards = (0.0, 0)  # sum and number since the last step, trained or not
-        self.without_signal: Counter[float] = Counter()  # dropped since the last group with signal, by reward
         self.no_signal: NoSignal | None = None
         self.placement = Placement(self.config, self.folder)
         try:
@@ -152,64 +144,39 @@ class Run:
         self.recorder.set("headway_max_version_lag_steps", config.lag.max_version_lag)
 
     async def _load_state(self) -> None:
-        config = self.config
-        limits = {
-            "groups_per_step": config.learner.groups_per_step,
-            "max_version_lag": config.lag.max_version_lag,
-            "max_running": config.max_groups_running,
-            "total_groups": config.run.steps * config.learner.groups_per_step,
-        }
-        self.room = Room(
-            max_groups=config.queue.max_groups,
-            max_bytes=config.queue.max_mib << 20,
-            group_bytes=group_bytes(
-                config.sampling.group_size * max(1, len(config.data.agents)),
-                self.longest_prompt,
-                config.sampling.max_new_tokens,
-            ),
-        )
-        journal = self.folder / "ledger.jsonl"
-        if self.resume_from is None:
-            self.ledger = Ledger(path=journal)
-            self.gate = Gate(**limits)
+        journal, checkpoint = self.folder / "ledger.jsonl", self.resume_from
+        if checkpoint is None:
+            self.groups = Groups.new(self.config, self.longest_prompt, journal, self.recorder)
             return
-        state = json.loads((self.resume_from / "state.json").read_text())
-        self.version = await self.learner.load(str(self.resume_from / "learner"), CHECKPOINT_DEADLINE_S)
+        state = json.loads((checkpoint / "state.json").read_text())
+        self.version = await self.learner.load(str(checkpoint / "learner"), CHECKPOINT_DEADLINE_S)
+        if self.version != state["version"]:
+            raise HeadwayError(f"checkpoint {checkpoint}: learner {self.version}, driver {state['version']}")
         for role, actors in self.scorers.changing.items():
             for actor in actors:
-                await self.call(actor.load.remote(str(self.resume_from / role)), role, CHECKPOINT_DEADLINE_S)
-        if self.version != state["version"]:
-            raise HeadwayError(
-                f"checkpoint {self.resume_from}: learner {self.version}, driver {state['version']}"
-            )
-        self.ledger = Ledger.resume(state["ledger"], path=journal, version=self.version)
+                await self.call(actor.load.remote(str(checkpoint / role)), role, CHECKPOINT_DEADLINE_S)
         receipts: list[Receipt] = await self.call(
-            self.queue.restore.remote(str(self.resume_from / "queue.parquet")), "queue"
+            self.queue.restore.remote(str(checkpoint / "queue.parquet")), "queue"
         )
         await self.call(self.exporter.restore.remote(state["metrics"]), "metrics")
-        self.audit = LengthAudit.resume(state["audit"])
-        # The two snapshots are not of one instant: what finished between them is in the queue but not yet in the
-        # ledger, or the other way round. The queue decides what is finished, the ledger what exists.
-        unknown = [receipt.group_id for receipt in receipts if receipt.group_id not in self.ledger.live]
+        self.groups, unknown = Groups.resume(
+            self.config,
+            self.longest_prompt,
+            journal,
+            self.recorder,
+            state=state,
+            version=self.version,
+            receipts=receipts,
+        )
         await self.call(self.queue.release.remote(unknown), "queue")
-        receipts = [receipt for receipt in receipts if receipt.group_id in self.ledger.live]
-        self.ledger.restate(finished={receipt.group_id for receipt in receipts})
-        self.gate = Gate.resume(version=self.version, queued=len(receipts), **limits)
-        for receipt in receipts:
-            group = Group(
-                group_id=receipt.group_id, since_version=receipt.oldest_version, dispatched=time.monotonic()
-            )
-            group.receipt, group.finished_at_version = receipt, self.version
-            self.groups[receipt.group_id] = group
-            self._enter_queue(receipt)
-        self.reissue.extend(sorted(group_id for group_id in self.ledger.live if group_id not in self.groups))
         self.progress.say(
-            f"resumed at version {self.version}: {len(receipts)} groups in the queue, {len(self.reissue)} issued again"
+            f"resumed at version {self.version}: {len(self.groups.live)} groups in the queue, "
+            f"{len(self.groups.reissue)} issued again"
         )
 
     async def _close(self) -> None:
-        if hasattr(self, "ledger"):
-            self.ledger.close()
+        if hasattr(self, "groups"):
+            self.groups.ledger.close()
         ends = [engine.actor.shutdown.remote() for engine in getattr(self, "engines", [])]
         if hasattr(self, "scorers"):
             ends += self.scorers.close()
@@ -228,7 +195,8 @@ class Run:
         trained step and weight update."""
         while True:
             waited = time.monotonic()
-            stage = "gate" if self.room.admits(self.gate.running) else "queue_full"
+            books = self.groups
+            stage = "gate" if books.room.admits(books.gate.running) else "queue_full"
             try:
                 engine = await self.waits.until(
                     self._free_engine,
@@ -240,24 +208,17 @@ class Run:
                 continue  # whether that is a fault is for the progress deadline to say
             self.recorder.observe("headway_wait_seconds", [time.monotonic() - waited], label=stage)
             assert engine.version is not None
-            if self.reissue:
-                group_id = self.reissue.popleft()
-            else:
-                group_id = self.ledger.issue()
-                self.recorder.inc("headway_groups_total", label="issued")
-            self.groups[group_id] = Group(
-                group_id=group_id, since_version=engine.version, dispatched=time.monotonic()
-            )
-            self.gate.start()
+            group = books.issue(engine.version)
             engine.running += 1
             self.recorder.observe("headway_publish_lag_steps", [self.version - engine.version])
-            self._spawn(self._roll(self.groups[group_id], engine))
+            self._spawn(self._roll(group, engine))
 
     def _free_engine(self) -> Engine | None:
         """The least loaded engine whose version leaves room for one more group."""
-        if self.stopping or not self.room.admits(self.gate.running):
+        gate = self.groups.gate
+        if self.stopping or not self.groups.room.admits(gate.running):
             return None
-        return self._least_loaded(lambda version: self.gate.capacity(version) > 0)
+        return self._least_loaded(lambda version: gate.capacity(version) > 0)
 
     def _least_loaded(self, admits: Any) -> Engine | None:
         limit = self.config.max_groups_running // len(self.engines)
@@ -314,63 +275,18 @@ class Run:
         finally:
             engine.running -= 1
             self.waits.changed()
-        if group.group_id not in self.groups:
+        if group.group_id not in self.groups.live:
             return  # dropped meanwhile; the queue knows
-        group.receipt, group.finished_at_version = receipt, self.version
-        self.ledger.finish(group.group_id)
-        self.gate.finish()
-        self._enter_queue(receipt)
-        self.recorder.inc("headway_groups_total", label="finished")
-        self.recorder.observe("headway_sampled_response_tokens", receipt.response_lengths)
-        self.audit.sampled.update(receipt.response_lengths)
-        self.sampled_rewards = (
-            self.sampled_rewards[0] + receipt.reward_sum,
-            self.sampled_rewards[1] + receipt.num_scored,
-        )
-        self._admit(group, receipt)
+        if (reason := self.groups.finish(group, receipt, self.version)) is not None:
+            self._drop(group, reason)
+            if self.no_signal is None and (fault := self.groups.no_signal(self.version)):
+                self.no_signal = fault
+                self.request_stop()
         self.waits.changed()
 
-    def _admit(self, group: Group, receipt: Receipt) -> None:
-        """Drops a finished group that cannot be trained, or need not."""
-        if receipt.num_scored < min(2, self.config.sampling.group_size):
-            self._drop(group, "verifier_failed" if receipt.num_scored == 0 else "group_too_small")
-            return
-        if not self.config.algorithm.dynamic_sampling:
-            return
-        if receipt.equal_reward is None:
-            self.without_signal.clear()
-            return
-        self._drop(group, "no_signal")
-        self.without_signal[receipt.equal_reward] += 1
-        limit = self.config.algorithm.dynamic_sampling_tries * self.config.groups_per_batch
-        if self.without_signal.total() >= limit and self.no_signal is None:
-            rewards = ", ".join(
-                f"{number} at {reward:g}" for reward, number in self.without_signal.most_common(3)
-            )
-            self.no_signal = NoSignal(
-                f"{limit} groups in a row had equal rewards ({rewards}): nothing to learn at version {self.version}; "
-                "give harder or easier prompts (data), raise sampling.group_size or "
-                "algorithm.dynamic_sampling_tries, or set algorithm.dynamic_sampling=false; --resume goes on from here"
-            )
-            self.request_stop()
-
-    def _enter_queue(self, receipt: Receipt) -> None:
-        self.room.queued_groups += 1
-        self.room.queued_bytes += receipt.num_bytes
-
-    def _leave_queue(self, receipt: Receipt) -> None:
-        self.room.queued_groups -= 1
-        self.room.queued_bytes -= receipt.num_bytes
-
     def _drop(self, group: Group, reason: str) -> None:
-        del self.groups[group.group_id]
-        self.ledger.drop(group.group_id, reason)
-        self.gate.reject(finished=group.receipt is not None)
-        if group.receipt is not None:
-            self._leave_queue(group.receipt)
+        self.groups.drop(group, reason)
         self.queue.drop.remote(group.group_id)
-        self.recorder.inc("headway_groups_total", label="dropped")
-        self.recorder.inc("headway_groups_dropped_total", label=reason)
         self.waits.changed()
 
     # ---- learn: cut -> train -> publish --------------------------------------------------------------------
@@ -389,7 +305,9 @@ class Run:
             taken = time.monotonic()
             stats, columns, critic_stats = await self._train(references)
             trained = time.monotonic()
-            self._account(batch, stats)
+            self.groups.train(batch, self.version)
+            self.version += len(stats)
+            assert self.version == stats[-1].version, (self.version, stats[-1].version)
             # Started before the publish so that writing rollouts overlaps with it; both must end here.
             storing = asyncio.ensure_future(self._store(batch, columns))
             await self.publish()
@@ -432,22 +350,10 @@ class Run:
         def ready() -> list[Group] | bool | None:
             if self.stopping:
                 return False
-            config = self.config
-            cut = cut_batch(
-                [
-                    Finished(group_id=group.group_id, oldest_version=group.receipt.oldest_version)
-                    for group in self.groups.values()
-                    if group.receipt is not None
-                ],
-                {g.group_id: g.since_version for g in self.groups.values() if g.receipt is None},
-                version=self.version,
-                groups_per_step=config.learner.groups_per_step,
-                steps_per_batch=config.learner.steps_per_batch,
-                max_version_lag=config.lag.max_version_lag,
-            )
+            cut = self.groups.cut(self.version)
             for group_id in cut.stale:
-                self._drop(self.groups[group_id], "stale")
-            return [self.groups[group_id] for group_id in cut.take] or None
+                self._drop(self.groups.live[group_id], "stale")
+            return [self.groups.live[group_id] for group_id in cut.take] or None
 
         began = time.monotonic()
         batch = await self.waits.until(
@@ -468,26 +374,6 @@ class Run:
                 self.queue.write_batch.remote(group_ids, str(path), self.version, columns), "queue"
             )
         await self.call(self.queue.release.remote(group_ids), "queue")
-
-    def _account(self, batch: list[Group], stats: list[Any]) -> None:
-        """The batch is part of the weights from here on."""
-        per_step = self.config.learner.groups_per_step
-        for position, group in enumerate(batch):
-            assert group.receipt is not None
-            version = self.version + position // per_step
-            lag = version - group.receipt.oldest_version
-            assert 0 <= lag <= self.config.lag.max_version_lag, (lag, group)
-            queue_lag = version - group.finished_at_version
-            self.recorder.observe("headway_version_lag_steps", [lag], label="total")
-            self.recorder.observe("headway_version_lag_steps", [queue_lag], label="queue")
-            self.recorder.observe("headway_version_lag_steps", [lag - queue_lag], label="generation")
-            self.ledger.train(group.group_id, version + 1)
-            self.recorder.inc("headway_groups_total", label="trained")
-            self.audit.trained.update(group.receipt.response_lengths)
-            self._leave_queue(group.receipt)
-            del self.groups[group.group_id]
-        self.version += len(stats)
-        assert self.version == stats[-1].version, (self.version, stats[-1].version)
 
     async def publish(self) -> None:
         """Puts the learner's weights into the object store and wakes the engines' keepers."""
@@ -553,8 +439,8 @@ class Run:
             await self._collect_metrics()
             self.progress.state(
                 version=self.version,
-                running=self.gate.running,
-                queued=self.room.queued_groups,
+                running=self.groups.gate.running,
+                queued=self.groups.room.queued_groups,
                 engines={engine.replica: engine.version for engine in self.engines},
             )
             idle = time.monotonic() - self.last_progress
@@ -575,9 +461,7 @@ class Run:
         }
         for role, number in live.items():
             self.recorder.set("headway_live_replicas", number, label=role)
-        self.recorder.set("headway_groups_running", self.gate.running)
-        self.recorder.set("headway_queue_groups", self.room.queued_groups)
-        self.recorder.set("headway_queue_bytes", self.room.queued_bytes)
+        self.groups.observe()
         updates = self.recorder.drain()
         for engine in self.engines:
             if engine.version is None:
@@ -604,10 +488,7 @@ class Run:
         for stage, value in seconds.items():
             self.recorder.observe("headway_step_seconds", [value], label=stage)
         self.recorder.set("headway_last_step_timestamp_seconds", time.time())
-        self.recorder.set("headway_audit_length_ks", self.audit.ks())
-        total, number = self.sampled_rewards
-        self.sampled_rewards = (0.0, 0)
-        sampled_mean = total / number if number else None
+        sampled_mean = self.groups.take_sampled_reward()
         if sampled_mean is not None:
             self.recorder.set("headway_sampled_reward_mean", sampled_mean)
         per_step = self.config.learner.groups_per_step
@@ -615,15 +496,15 @@ class Run:
             record = {
                 **observe_step(self.recorder, step, batch[position * per_step : (position + 1) * per_step]),
                 **(observe_critic(self.recorder, critic_stats[position]) if critic_stats else {}),
-                "audit": self.audit.record(),
+                "audit": self.groups.audit.record(),
                 "sampled_reward_mean": sampled_mean,
                 "time_s": round(time.monotonic() - self.started, 3),
                 "seconds": {stage: value / len(stats) for stage, value in seconds.items()},
                 "waited_s": waited / len(stats),
-                "queue_groups": self.room.queued_groups,
-                "running_groups": self.gate.running,
+                "queue_groups": self.groups.room.queued_groups,
+                "running_groups": self.groups.gate.running,
                 "engine_versions": [engine.version for engine in self.engines],
-                "dropped": dict(self.ledger.dropped),
+                "dropped": dict(self.groups.ledger.dropped),
             }
             with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
@@ -641,16 +522,16 @@ class Run:
         for role, (first, *_) in self.scorers.changing.items():
             (draft / role).mkdir()
             await self.call(first.save.remote(str(draft / role)), f"{role} to save", CHECKPOINT_DEADLINE_S)
-        ledger = self.ledger.state()
+        books = self.groups.state()
         await self.call(
             self.queue.save.remote(str(draft / "queue.parquet")), "queue to save", CHECKPOINT_DEADLINE_S
         )
         await self._collect_metrics()
         metrics = await self.call(self.exporter.state.remote(), "metrics")
-        state = {"version": self.version, "ledger": ledger, "metrics": metrics, "audit": self.audit.state()}
+        state = {"version": self.version, "metrics": metrics, **books}
         _write_text(draft / "state.json", json.dumps(state))
         _write_text(draft / "config.json", dump_config(self.config))
-        self.ledger.sync()
+        self.groups.ledger.sync()
         await asyncio.to_thread(checkpoint.commit, draft)
         self.progress.say(f"checkpoint {self.version} in {time.monotonic() - began:.1f} s")
 

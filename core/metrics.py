@@ -164,7 +164,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "headway_sampled_reward_mean",
         "gauge",
-        "Mean reward of the responses that finished during the last batch, trained or dropped by dynamic sampling.",
+        "Mean reward of the responses that the last batch trained and of those that were dropped since the batch before.",
     ),
     Metric(
         "headway_no_signal_groups_fraction",
