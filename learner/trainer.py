@@ -121,13 +121,14 @@ class Trainer:
         """[N] float32 log-probabilities under the current weights, NaN where nothing is trained; None where the step
         finds them out by itself because they are those of its own forward pass, or has no use for them."""
         algorithm = self.config.algorithm
-        ahead = algorithm.advantage == "min_variance" or not algorithm.rejected_in_denominator
-        if algorithm.old_policy == "behavior":
-            # What rejects is the current policy then; a later step is judged by the policy of the batch's start.
-            later = False
-        if not (later or ahead or algorithm.objective == "trpo"):
-            return None
-        return self.passes.logprobs(step)
+        ahead = (
+            algorithm.advantage == "min_variance"
+            or algorithm.objective == "trpo"
+            or not algorithm.rejected_in_denominator
+        )
+        # With the behavior policy as the old one nothing compares with the proximal policy.
+        needed = ahead or (later and algorithm.old_policy == "proximal")
+        return self.passes.logprobs(step) if needed else None
 
     def _with_proximal(self, step: StepBatch, proximal_N: Tensor | None) -> StepBatch:
         """What the step can only know with log-probabilities: minimum-variance baselines, and denominators without

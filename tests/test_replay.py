@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -144,3 +146,26 @@ def test_a_batch_falls_apart_into_its_groups(stored: tuple[Path, list[StepStats]
     folder, _ = stored
     tables = group_tables(read_parquet(folder / "rollouts" / "step-000002.parquet"))
     assert [table.column("group_id").to_pylist() for table in tables] == [[2, 2, 2], [3, 3, 3]]
+
+
+def test_the_command_scores_trains_and_explains(root: Path, stored: tuple[Path, list[StepStats]]) -> None:
+    folder, reported = stored
+
+    def replay(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-P", "-m", "headway.cluster.cli", "replay", str(folder), *arguments]
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+
+    done = replay("--score", "--json", "--algorithm.correction=veto")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["num_tokens"] for line in lines] == [step.num_tokens for step in reported]
+    assert all(
+        "veto" in line["masked_fraction"] and "tis_token" not in line["masked_fraction"] for line in lines
+    )
+    done = replay("--score")
+    assert "3 steps" in done.stdout and "each correction by itself" in done.stdout
+    done = replay("--score", "algorithm.preset=ppo")
+    assert done.returncode == 2 and "column 'reference_logprobs' is missing" in done.stderr
+    done = replay("algorithm.preset=rloo", "algorithm.kl=none", "--name=mine")
+    assert done.returncode == 0, done.stderr
+    assert "step     3  loss" in done.stdout and str(folder / "replays" / "mine") in done.stdout
