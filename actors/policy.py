@@ -14,6 +14,7 @@ from headway.core.config import Config
 from headway.core.errors import WeightUpdateFailed
 from headway.core.weights import Manifest
 from headway.learner.publish import buffers, contribute, export, layout_of
+from headway.learner.sft import Demonstration, read_demonstrations
 from headway.learner.sharding import alone, free_address, join
 from headway.learner.stats import StepStats
 from headway.learner.trainer import Trainer
@@ -22,11 +23,12 @@ from headway.learner.trainer import Trainer
 class PolicyActor:
     """A plain class; whoever runs it decides where. `start` must have returned before anything else is called."""
 
-    def __init__(self, config: Config, model_folder: str) -> None:
+    def __init__(self, config: Config, model_folder: str, run_folder: str) -> None:
         torch.set_num_threads(config.learner.threads or os.cpu_count() or 1)
         torch.manual_seed(config.run.seed)
         self._config = config
         self._model_folder = Path(model_folder)
+        self._run_folder = Path(run_folder)
 
     def address(self) -> str:
         """Where the ranks may meet, if this is rank 0."""
@@ -36,7 +38,10 @@ class PolicyActor:
         """Joins the other ranks and loads the model. Returns the number of buckets of every published version."""
         ranks = alone if size == 1 else join(address, rank, size, deadline_s)
         config = self._config
-        self._trainer = Trainer(config, self._model_folder, ranks)
+        demonstrations: list[Demonstration] = []
+        if config.algorithm.sft_coef:
+            demonstrations = read_demonstrations(demonstrations_file(self._run_folder))
+        self._trainer = Trainer(config, self._model_folder, ranks, demonstrations)
         self._layout = layout_of(self._trainer.model, config.model.dtype, config.learner.bucket_mib * 2**20)
         self._rank = rank
         self._digests: dict[str, str] = {}  # of the last published version
@@ -81,3 +86,8 @@ class PolicyActor:
         """Takes up from a checkpoint's part; returns its version."""
         self._trainer.load(Path(folder))
         return self._trainer.version
+
+
+def demonstrations_file(run_folder: Path) -> Path:
+    """What the supervised loss is added on, as token ids."""
+    return run_folder / "demonstrations.parquet"

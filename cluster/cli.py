@@ -76,7 +76,7 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
     checkpoint = prepare_folder(config, resume=resume, overwrite=overwrite)
     # Heavy modules only now, when what can be known without them is known.
     from headway.cluster.placement import check_resources, connect
-    from headway.cluster.preflight import preflight, prompts_of
+    from headway.cluster.preflight import encode_demonstrations, preflight, prompts_of
     from headway.cluster.progress import Progress
     from headway.cluster.report import write_report
     from headway.cluster.run import Run
@@ -87,6 +87,7 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
         prompts = prompts_of(config, config.data.source, config.run.seed)
         checked = preflight(config, prompts, progress.say)
         config = checked.config
+        encode_demonstrations(config, checked.model_folder)
         config.run_folder.joinpath("config.json").write_text(dump_config(config), encoding="utf-8")
         progress.header(config, num_prompts=len(prompts), model=str(checked.model_folder))
         connect(config)

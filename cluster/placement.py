@@ -147,6 +147,7 @@ class Placement:
     def __init__(self, config: Config, folder: Path) -> None:
         self._config = config
         self._needs = {need.role: need for need in needs(config)}
+        self._folder = folder
         self._logs = folder / "logs"
         self._groups: dict[str, PlacementGroup] = {}
         self._actors: list[Any] = []
@@ -169,7 +170,7 @@ class Placement:
 
     def learners(self, model_folder: str) -> list[Any]:
         return [
-            self._spawn(PolicyActor, "learner", rank, 1, self._config, model_folder)
+            self._spawn(PolicyActor, "learner", rank, 1, self._config, model_folder, str(self._folder))
             for rank in range(self._config.learner.replicas)
         ]
 

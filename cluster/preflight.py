@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.actors.generation import encode
+from headway.actors.generation import encode, eos_token_ids
 from headway.actors.generation_rows import longest_prompt
+from headway.actors.policy import demonstrations_file
 from headway.actors.verifier import VerifierWorker
 from headway.core.config import Config, warnings
 from headway.core.errors import ConfigError, DataError
 from headway.core.prompts import Prompt, load_prompts
 from headway.learner.pretrained import is_to_be_made, model_folder
+from headway.learner.sft import Demonstration, write_demonstrations
 
 CHECKED_GOLDS = 100
 CHECKED_LENGTHS = 64
@@ -109,6 +111,24 @@ def _longest_prompt(config: Config, folder: Path, prompts: tuple[Prompt, ...]) -
         longest_prompt(prompt, config.data.agents, tokens, max_new_tokens=config.sampling.max_new_tokens)
         for prompt in longest
     )
+
+
+def encode_demonstrations(config: Config, folder: Path) -> None:
+    """Writes `data.demonstrations`, if there are any, as token ids into the run folder, for the learner. `folder`: the
+    model's. Raises `DataError`."""
+    from transformers import AutoTokenizer
+
+    source = config.data.demonstrations
+    if source is None:
+        return
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    (end, *_) = eos_token_ids(folder, tokenizer)
+    demonstrations = []
+    for prompt in prompts_of(config, source, config.run.seed):
+        prompt_ids = encode(tokenizer, prompt, chat_template=config.model.chat_template)
+        answer_ids = tokenizer(str(prompt.gold), add_special_tokens=False)["input_ids"]
+        demonstrations.append(Demonstration(prompt_ids, [[*answer_ids, end]]))
+    write_demonstrations(demonstrations, demonstrations_file(config.run_folder))
 
 
 def _check_disk(config: Config, folder: Path) -> None:

@@ -46,6 +46,7 @@ def step_record(step: StepStats, num_groups: int) -> dict[str, Any]:
         "by_lag": {str(lag): asdict(statistics) for lag, statistics in step.by_lag.items()},
         "ess_lr_scale": step.ess_lr_scale,
         "stopped_by_kl": step.stopped_by_kl,
+        "sft_loss": step.sft_loss,
         **({"trust_region": asdict(step.trust_region)} if step.trust_region else {}),
         "response_tokens": step.response_lengths,
         "trained_tokens": step.num_tokens,

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from headway.actors.policy import demonstrations_file
 from headway.cluster.record import step_record
 from headway.core.config import Config, dump_config, load_config
 from headway.core.errors import ConfigError, DataError, SchemaError
@@ -26,6 +27,7 @@ from headway.learner.corrections import (
 )
 from headway.learner.pretrained import model_folder
 from headway.learner.rewards import RewardState
+from headway.learner.sft import read_demonstrations
 from headway.learner.step import prepare
 from headway.learner.trainer import Trainer
 
@@ -156,7 +158,12 @@ def train(config: Config, run_folder: Path, name: str, say: Callable[[dict[str, 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(dump_config(config), encoding="utf-8")
     torch.manual_seed(config.run.seed)
-    trainer = Trainer(config, model_folder(config.model.path))
+    demonstrations = []
+    if config.algorithm.sft_coef:
+        if not demonstrations_file(run_folder).exists():
+            raise DataError(f"{run_folder} was trained without demonstrations; set algorithm.sft_coef=0")
+        demonstrations = read_demonstrations(demonstrations_file(run_folder))
+    trainer = Trainer(config, model_folder(config.model.path), demonstrations=demonstrations)
     with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
         for start, path in files:
             stats, _ = trainer.train(group_tables(read_parquet(path)), start)

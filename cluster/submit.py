@@ -52,14 +52,15 @@ def job_folder(config: Config, folder: Path) -> None:
     tree = json.loads(config.model_dump_json())
     tree["cluster"]["address"] = "auto"
     tree["run"]["folder"] = str(config.run.folder.resolve())
-    for key in ("source", "eval_source"):
+    for key in ("source", "eval_source", "demonstrations"):
         source = tree["data"][key]
         if source is None or source.startswith("reasoning_gym:"):
             continue
         path = Path(source)
         if path.is_file() and path.stat().st_size <= LARGEST_SHIPPED_FILE:
-            shutil.copy(path, folder / path.name)
-            tree["data"][key] = path.name
+            name = f"{key}{path.suffix}"  # two files of one name would overwrite one another
+            shutil.copy(path, folder / name)
+            tree["data"][key] = name
         elif not path.is_absolute():
             raise ConfigError(
                 f"data.{key}={source} is missing here or over {LARGEST_SHIPPED_FILE >> 20} MiB, so it is not "

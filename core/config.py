@@ -61,6 +61,9 @@ class Data(Section):
     """Wraps every prompt text at `{prompt}`."""
     verifier: str = "math"
     """Verifier of rows that do not name their own; generated tasks use reasoning-gym's scorer."""
+    demonstrations: str | None = None
+    """Prompts with model answers for `algorithm.sft_coef`: a `.jsonl` or `.parquet` file whose answer column holds the
+    whole answer."""
     num_prompts: int = Field(default=1000, ge=1)
     """Prompts of a generated task."""
     params: dict[str, Any] = {}
@@ -220,6 +223,11 @@ class Algorithm(Section):
     in each response over `sampling.max_new_tokens`, then the mean over responses; without that constant."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
+
+    sft_coef: float = Field(default=0.0, ge=0)
+    """Weight of the supervised loss on `data.demonstrations` that is added to the policy's (PPO-ptx); 0: off."""
+    sft_rows: int = Field(default=16, ge=1)
+    """Demonstrations per optimizer step, taken in turn."""
 
     dynamic_sampling: bool = False
     """Groups with equal rewards are dropped when they finish and replaced by new ones."""
@@ -533,10 +541,10 @@ def _check_algorithm(config: Config) -> None:
                 f"algorithm.objective=trpo with algorithm.ratio={algorithm.ratio}: its line search measures token "
                 "ratios; set algorithm.ratio=token"
             )
-        if algorithm.kl == "loss" or algorithm.entropy_coef:
+        if algorithm.kl == "loss" or algorithm.entropy_coef or algorithm.sft_coef:
             raise ValueError(
-                "algorithm.objective=trpo bounds the step by itself; set algorithm.kl=none (or reward) and "
-                "algorithm.entropy_coef=0"
+                "algorithm.objective=trpo bounds the step by itself; set algorithm.kl=none (or reward), "
+                "algorithm.entropy_coef=0 and algorithm.sft_coef=0"
             )
     if algorithm.kl_stop is not None and (
         config.learner.steps_per_batch == 1 or algorithm.old_policy == "behavior"
@@ -565,6 +573,11 @@ def _check_algorithm(config: Config) -> None:
         what = "objective=trpo" if algorithm.objective == "trpo" else "advantage=min_variance"
         if config.learner.replicas > 1:
             raise ValueError(f"algorithm.{what} runs on one learner rank; set learner.replicas=1")
+    if (algorithm.sft_coef > 0) != (config.data.demonstrations is not None):
+        raise ValueError(
+            f"algorithm.sft_coef={algorithm.sft_coef} with data.demonstrations={config.data.demonstrations}: the one "
+            "needs the other; set both or neither"
+        )
     if algorithm.advantage in ("per_agent", "joint_group") and not config.data.agents:
         raise ValueError(
             f"algorithm.advantage={algorithm.advantage} is for several agents, and data.agents names none; add them "

@@ -208,6 +208,20 @@ def pack(groups: Sequence[Group], trained_N: np.ndarray, *, microbatch_tokens: i
     return [_micro_batch(batch) for batch in batches]
 
 
+def deal(
+    groups: Sequence[Group], trained_N: np.ndarray, *, microbatch_tokens: int, rank: int, size: int
+) -> list[MicroBatch | None]:
+    """One rank's part of `pack`. Every rank gets as many passes as any other; None stands for one without tokens.
+    Little work is cut small enough for every rank to have some."""
+    batches = pack(groups, trained_N, microbatch_tokens=microbatch_tokens)
+    if size > 1:
+        total = sum(len(batch.input_ids) for batch in batches)
+        fair = min(microbatch_tokens, -(-total // size))
+        batches = pack(groups, trained_N, microbatch_tokens=fair)
+    share: list[MicroBatch | None] = [*batches[rank::size]]
+    return share + [None] * (-(-len(batches) // size) - len(share))
+
+
 def _with_offsets(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
     first = 0
     for group in groups:

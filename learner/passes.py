@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.core.config import Config
-from headway.learner.batching import MicroBatch, pack
+from headway.learner.batching import MicroBatch, deal, pack
 from headway.learner.corrections import Corrected, correct, importance_weights
 from headway.learner.kl import k3
 from headway.learner.logprobs import TokenLogprobs
@@ -28,15 +28,9 @@ class Passes:
 
     def share(self, step: StepBatch) -> list[MicroBatch | None]:
         """This rank's micro-batches; None stands for a pass without tokens."""
-        rank, size = self.model.ranks.rank, self.model.ranks.size
+        ranks = self.model.ranks
         budget = self.config.learner.microbatch_tokens
-        batches = pack(step.groups, step.trained_N, microbatch_tokens=budget)
-        if size > 1:
-            total = sum(len(batch.input_ids) for batch in batches)
-            fair = min(budget, -(-total // size))
-            batches = pack(step.groups, step.trained_N, microbatch_tokens=fair)
-        share: list[MicroBatch | None] = [*batches[rank::size]]
-        return share + [None] * (-(-len(batches) // size) - len(share))
+        return deal(step.groups, step.trained_N, microbatch_tokens=budget, rank=ranks.rank, size=ranks.size)
 
     def forward(self, batch: MicroBatch) -> TokenLogprobs:
         return self.model.logprobs(batch, temperature=self.config.sampling.temperature)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
-from torch.nn.utils import clip_grad_norm_
 
-from headway.learner.batching import Group, pack
+from headway.learner.batching import Group, deal
 from headway.learner.model import PolicyModel
 
 
@@ -22,6 +24,31 @@ class Demonstration:
     """Token ids, each with its end-of-sequence token."""
 
 
+def accumulate(
+    model: PolicyModel,
+    demonstrations: Sequence[Demonstration],
+    *,
+    weight: float,
+    microbatch_tokens: int,
+) -> float:
+    """Adds the gradient of weight * mean over all answer tokens of -log p (temperature 1); returns this rank's part of
+    that mean (nats, without the weight). Every rank gives the same demonstrations."""
+    groups = [_group(demonstration) for demonstration in demonstrations]
+    trained_N = np.ones(sum(len(group.response_ids) for group in groups), dtype=np.bool_)
+    ranks = model.ranks
+    total = 0.0
+    for batch in deal(
+        groups, trained_N, microbatch_tokens=microbatch_tokens, rank=ranks.rank, size=ranks.size
+    ):
+        if batch is None:
+            model.idle_backward()
+            continue
+        loss = -model.logprobs(batch, temperature=1.0).logprobs.sum() / len(trained_N)
+        (weight * loss).backward()
+        total += loss.item()
+    return total
+
+
 def supervised_step(
     model: PolicyModel,
     optimizer: torch.optim.Optimizer,
@@ -31,18 +58,31 @@ def supervised_step(
     max_grad_norm: float = 1.0,
 ) -> float:
     """One optimizer step on the mean over all answer tokens of -log p; returns that mean (nats)."""
-    groups = [_group(demonstration) for demonstration in demonstrations]
-    trained_N = np.ones(sum(len(group.response_ids) for group in groups), dtype=np.bool_)
     model.zero_grad()
-    total = 0.0
-    for batch in pack(groups, trained_N, microbatch_tokens=microbatch_tokens):
-        loss = -model.logprobs(batch, temperature=1.0).logprobs.sum() / len(trained_N)
-        loss.backward()
-        total += loss.item()
-    clip_grad_norm_(model.masters.values(), max_grad_norm)
+    total = accumulate(model, demonstrations, weight=1.0, microbatch_tokens=microbatch_tokens)
+    model.clip_grad(max_grad_norm)
     optimizer.step()
     model.refresh()
     return total
+
+
+def in_turn(demonstrations: Sequence[Demonstration], step: int, rows: int) -> list[Demonstration]:
+    """The `rows` demonstrations of optimizer step number `step` (0-based): on from where the last step ended."""
+    return [demonstrations[(step * rows + row) % len(demonstrations)] for row in range(rows)]
+
+
+def write_demonstrations(demonstrations: Sequence[Demonstration], path: Path) -> None:
+    """One row per answer."""
+    rows = [(d.prompt_ids, answer) for d in demonstrations for answer in d.answers]
+    columns = {"prompt_ids": [list(p) for p, _ in rows], "answer_ids": [list(a) for _, a in rows]}
+    schema = pa.schema([(name, pa.list_(pa.int32())) for name in columns])
+    pq.write_table(pa.table(columns, schema=schema), path)
+
+
+def read_demonstrations(path: Path) -> list[Demonstration]:
+    """What `write_demonstrations` wrote, each answer by itself."""
+    rows = pq.read_table(path).to_pylist()
+    return [Demonstration(row["prompt_ids"], [row["answer_ids"]]) for row in rows]
 
 
 def _group(demonstration: Demonstration) -> Group:

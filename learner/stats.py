@@ -79,6 +79,8 @@ class StepStats:
     """Share of trained responses that lost a token, by rejecting correction."""
     entropy: float | None
     """Mean over trained tokens (nats)."""
+    sft_loss: float | None
+    """Mean -log p of the step's demonstrations (nats per token); None without them."""
     stopped_by_kl: bool
     """The weights were left alone because the KL from the proximal policy had passed `kl_stop`."""
     trust_region: TrpoResult | None
@@ -100,6 +102,8 @@ class Tally:
 
     loss: float = 0.0
     num_clipped: int = 0
+    sft_loss: float | None = None
+    """This rank's part of the mean."""
     tokens: list[Tensor] = field(default_factory=list)
     """int64, the tokens' places in the step's flat arrays."""
     current: list[Tensor] = field(default_factory=list)
@@ -119,6 +123,8 @@ class Tally:
         for tally in tallies:
             total.loss += tally.loss
             total.num_clipped += tally.num_clipped
+            if tally.sft_loss is not None:
+                total.sft_loss = (total.sft_loss or 0.0) + tally.sft_loss
             total.fault = total.fault or tally.fault
             for name in ("tokens", "current", "factors", "entropy"):
                 getattr(total, name).extend(getattr(tally, name))
@@ -233,6 +239,7 @@ def step_stats(
             name: len(responses[mask].unique()) / num_responses for name, mask in rejected.items()
         },
         entropy=float(torch.cat(tally.entropy).mean()) if num_tokens else None,
+        sft_loss=tally.sft_loss,
         stopped_by_kl=stopped_by_kl,
         trust_region=trust_region,
         seconds=seconds,

@@ -30,6 +30,8 @@ from headway.learner.losses import policy_loss, token_weights
 from headway.learner.model import PolicyModel
 from headway.learner.passes import Passes
 from headway.learner.rewards import RewardState
+from headway.learner.sft import Demonstration, in_turn
+from headway.learner.sft import accumulate as accumulate_demonstrations
 from headway.learner.sharding import Ranks, alone
 from headway.learner.stats import StepStats, Tally, Trained, step_stats
 from headway.learner.step import StepBatch, prepare
@@ -53,9 +55,16 @@ class NonFiniteStep(HeadwayError):
 
 
 class Trainer:
-    """The policy with its optimizer. Raises `DataError` when the model folder cannot be used."""
+    """The policy with its optimizer. `demonstrations`: for `algorithm.sft_coef`. Raises `DataError` when the model folder
+    cannot be used."""
 
-    def __init__(self, config: Config, model_folder: Path, ranks: Ranks = alone) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model_folder: Path,
+        ranks: Ranks = alone,
+        demonstrations: Sequence[Demonstration] = (),
+    ) -> None:
         self.config = config
         self.ranks = ranks
         learner = config.learner
@@ -72,6 +81,7 @@ class Trainer:
         self.rewards = RewardState.start(config.algorithm)
         self.fresh_ess = 1.0
         """Running ESS fraction of tokens that the current version sampled."""
+        self.demonstrations = demonstrations
         self.optimizer = adamw(
             self.model.masters, learner.learning_rate, learner.weight_decay, learner.adam_betas
         )
@@ -184,6 +194,13 @@ class Trainer:
                     self.model.idle_backward()
                 else:
                     self._accumulate(step, batch, proximal_N, tally)
+            if self.demonstrations:
+                tally.sft_loss = accumulate_demonstrations(
+                    self.model,
+                    in_turn(self.demonstrations, self.version, algorithm.sft_rows),
+                    weight=algorithm.sft_coef,
+                    microbatch_tokens=self.config.learner.microbatch_tokens,
+                )
         tally = Tally.merged(self.ranks.all_gather(tally))
         if tally.fault:
             self._refuse(*tally.fault, step)

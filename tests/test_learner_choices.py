@@ -14,10 +14,12 @@ import pyarrow as pa
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from headway.core.config import Config, parse_config
 from headway.core.rollouts import build
 from headway.learner.losses import token_weights
+from headway.learner.sft import Demonstration, accumulate
 from headway.learner.sharding import Ranks, alone, free_address, join, leave, whole
 from headway.learner.stats import StepStats
 from headway.learner.trainer import Trainer
@@ -34,7 +36,9 @@ CHOICES: dict[str, dict[str, Any]] = {
     "tic_grpo": {"preset": "tic_grpo", "correction": "mis_sequence", "mis_sequence_low": 0.6},
     "mgpo": {"preset": "mgpo", "aggregation": "seq_mean_token_sum_norm", "dual_clip": 3.0},
     "without rejected": {"correction": "tis_token+mis_token", "rejected_in_denominator": False},
+    "with demonstrations": {"correction": "tis_token", "sft_coef": 0.5, "sft_rows": 3},
 }
+DEMONSTRATIONS = [Demonstration([5, 6, 7 + i], [[20 + i, 21, 22 + i, 2]]) for i in range(4)]
 
 
 def config(algorithm: dict[str, Any], **learner: Any) -> Config:
@@ -45,6 +49,7 @@ def config(algorithm: dict[str, Any], **learner: Any) -> Config:
             "lag": {"max_version_lag": 8},
             "sampling": {"temperature": 0.8, "max_new_tokens": 32},
             "algorithm": algorithm,
+            "data": {"demonstrations": "answers.jsonl" if "sft_coef" in algorithm else None},
             "learner": {"groups_per_step": 3, "learning_rate": 1e-4, **learner},
         }
     )
@@ -83,11 +88,11 @@ def batch(version: int) -> list[pa.Table]:
 
 def result(folder: Path, choice: str, ranks: Ranks, **learner: Any) -> dict[str, Any]:
     """What two steps leave: their figures, and Adam's first moment, which is linear in the gradients."""
-    trainer = Trainer(config(CHOICES[choice], **learner), folder, ranks)
+    trainer = Trainer(config(CHOICES[choice], **learner), folder, ranks, DEMONSTRATIONS)
     figures = []
     for version in range(STEPS):
         (stats,), _ = trainer.train(batch(version), version)
-        figures.append((stats.loss, stats.grad_norm, stats.learning_rate, stats.correction_ess_fraction))
+        figures.append((stats.loss, stats.grad_norm, stats.learning_rate, stats.sft_loss or 0.0))
     moments = {
         name: whole(trainer.optimizer.state[p]["exp_avg"]).clone()
         for name, p in trainer.model.masters.items()
@@ -236,6 +241,52 @@ def test_the_kl_in_the_loss_pulls_towards_the_reference(tiny_random: Path) -> No
             assert stats.kl_reference is not None
             kls.append(stats.kl_reference)
         assert kls[-1] < 0.8 * kls[0], (estimator, kls)
+
+
+def test_the_minimum_variance_baseline_weighs_by_true_gradient_norms(tiny_random: Path) -> None:
+    """Norms against plain autograd on unpacked rows; advantages by the closed form with them."""
+    table = group_table(0, rewards=[1.0, 0.0, 0.0, 1.0], version=0)
+    settings = config({"preset": "vcpo"}, groups_per_step=1)
+    trainer = Trainer(settings, tiny_random)
+    model = AutoModelForCausalLM.from_pretrained(tiny_random, dtype=torch.float32)
+    norms, log_weights = [], []
+    for row in table.to_pylist():
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        logprobs = (model(input_ids=ids).logits[0] / 0.8).log_softmax(-1)
+        start = len(row["prompt_ids"])
+        own = torch.stack([logprobs[start - 1 + t, x] for t, x in enumerate(row["response_ids"])])
+        mask = torch.tensor(row["loss_mask"], dtype=torch.bool)
+        model.zero_grad()
+        own[mask].sum().backward()
+        norms.append(sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None))
+        behavior = torch.tensor(row["behavior_logprobs"])
+        log_weights.append(float((own.detach() - behavior)[mask].sum()))
+    _, columns = trainer.train([table], 0)
+    squares = [math.exp(2 * w) * n for w, n in zip(log_weights, norms, strict=True)]
+    rewards = [1.0, 0.0, 0.0, 1.0]
+    baseline = sum(s * r for s, r in zip(squares, rewards, strict=True)) / sum(squares)
+    got = [row[0] for row in columns.column("advantages").to_pylist()]
+    assert got == pytest.approx([r - baseline for r in rewards], abs=1e-4)
+    assert 0.01 < baseline < 0.99 and abs(baseline - 0.5) > 0.01  # not the plain mean
+
+
+def test_demonstrations_add_their_own_gradient(tiny_random: Path) -> None:
+    """Without signal in the rollouts, the step is the supervised step on the next demonstrations, scaled."""
+    tables = [group_table(0, rewards=[1.0, 1.0, 1.0, 1.0], version=0)]
+    settings = config({"sft_coef": 0.5, "sft_rows": 3}, groups_per_step=1, max_grad_norm=1e9)
+    trainer = Trainer(settings, tiny_random, demonstrations=DEMONSTRATIONS)
+    plain = Trainer(config({}, groups_per_step=1), tiny_random)
+    for version, rows in enumerate(([0, 1, 2], [3, 0, 1])):
+        chosen = [DEMONSTRATIONS[row] for row in rows]
+        plain.model.zero_grad()
+        loss = accumulate(plain.model, chosen, weight=1.0, microbatch_tokens=64)
+        norm = plain.model.grad_norm()
+        (stats,), _ = trainer.train(tables, version)
+        assert stats.sft_loss == pytest.approx(loss, abs=1e-5)
+        assert stats.grad_norm == pytest.approx(0.5 * norm, rel=1e-4)
+        with torch.no_grad():  # both go on from the same weights
+            for name, master in plain.model.masters.items():
+                master.copy_(trainer.model.masters[name])
 
 
 def test_adaptive_beta_follows_the_kl(tiny_random: Path) -> None:

@@ -342,7 +342,7 @@ def test_seq_mean_counts_only_responses_with_trained_tokens() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_checkpoint_goes_on_bit_for_bit(tiny_random: Path, tmp_path: Path, dtype: str) -> None:
     settings_ = config(warmup_steps=5, dtype=dtype)
-    whole, resumed = (PolicyActor(settings_, str(tiny_random)) for _ in range(2))
+    whole, resumed = (PolicyActor(settings_, str(tiny_random), "") for _ in range(2))
     for actor in (whole, resumed):
         actor.start(0, 1, "", 10.0)
     for step in range(2):
@@ -404,7 +404,7 @@ def test_bfloat16_gradients_add_up_over_micro_batches(tiny_random: Path) -> None
 
 
 def test_publishing_what_training_did_not_touch_is_refused(tiny_random: Path) -> None:
-    actor = PolicyActor(config(groups_per_step=1), str(tiny_random))
+    actor = PolicyActor(config(groups_per_step=1), str(tiny_random), "")
     actor.start(0, 1, "", 10.0)
     first, *_ = actor.publish(0)
     again, *_ = actor.publish(0)  # nothing has moved: as it should be
