@@ -1,7 +1,7 @@
 """Every preset on the small task, asynchronously: `.venv/bin/python bench/presets.py [--steps 60] [PRESET ...]`.
 
-Each is a whole run of `headway train configs/tiny.yaml` with one engine, one seed and its own choices; `rloo` and the
-like sum over tokens, so learning rates are not comparable and nothing is tuned. Reward is that of all samples.
+Each is a whole run of `headway train configs/tiny.yaml` with one engine, 8 groups of 8 a step, one seed, and the
+preset's own choices; the learning rate is the same for all and nothing is tuned. Reward is that of all samples.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def row(preset: str, steps: int, folder: Path) -> str:
         f"run.name={preset}",
         f"run.folder={folder}",
         f"run.steps={steps}",
+        "learner.groups_per_step=8",
         "run.checkpoint_every=0",
         "run.save_rollouts=false",
         "generation.replicas=1",

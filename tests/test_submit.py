@@ -80,6 +80,7 @@ SMALL = [
     "sampling.max_new_tokens=8",
     "metrics.port=0",
     "generation.replicas=1",
+    "algorithm.dynamic_sampling=false",
 ]
 
 
