@@ -167,10 +167,18 @@ def plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups:
 def test_metrics_of_a_running_job_then_interrupt_and_resume(
     root: Path, tmp_path: Path, tiny_adder: Path
 ) -> None:
-    """Lag shows on the endpoint while it runs; Ctrl-C leaves a checkpoint; the resumed run trains each prompt once."""
+    """PPO with its five roles and two learner ranks. Lag shows on the endpoint while it runs; Ctrl-C leaves a
+    checkpoint; the resumed run trains each prompt once."""
     folder = tmp_path / "tiny"
+    ppo = [
+        "algorithm.preset=ppo",
+        "algorithm.reference_refresh_steps=2",
+        "learner.replicas=2",
+        "reference.threads=1",
+        "critic.threads=1",
+    ]
     process = subprocess.Popen(
-        train(root, tmp_path, "run.steps=5000"),
+        train(root, tmp_path, *ppo, "run.steps=5000"),
         cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -182,7 +190,14 @@ def test_metrics_of_a_running_job_then_interrupt_and_resume(
             ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=30
         )
         assert (promtool.returncode, promtool.stdout + promtool.stderr) == (0, "")
-        assert sample(text, 'headway_live_replicas{role="generation"}') == 2
+        for role, number in {
+            "generation": 2,
+            "learner": 2,
+            "reference": 1,
+            "critic": 1,
+            "verifiers": 1,
+        }.items():
+            assert sample(text, f'headway_live_replicas{{role="{role}"}}') == number
         assert sample(text, "headway_max_version_lag_steps") == 2
         assert sample(text, 'headway_version_lag_steps_bucket{le="2",phase="total"}') == sample(
             text, 'headway_version_lag_steps_count{phase="total"}'
@@ -193,11 +208,14 @@ def test_metrics_of_a_running_job_then_interrupt_and_resume(
         process.kill()
     assert process.returncode == 130, output
     stopped_at = int(re.findall(r"stopped at version (\d+)", output)[0])
-    assert (folder / "checkpoints" / f"version-{stopped_at:08d}" / "COMPLETE").exists()
+    checkpoint = folder / "checkpoints" / f"version-{stopped_at:08d}"
+    assert (checkpoint / "COMPLETE").exists() and (checkpoint / "critic" / "critic.pt").exists()
+    refreshed = torch.load(checkpoint / "reference" / "reference.pt", weights_only=True)["version"]
+    assert refreshed == stopped_at - stopped_at % 2
     before = steps_of(folder)
     assert before[-1]["version"] == stopped_at
 
-    done = run([*train(root, tmp_path, f"run.steps={stopped_at + 4}"), "--resume"], root)
+    done = run([*train(root, tmp_path, *ppo, f"run.steps={stopped_at + 4}"), "--resume"], root)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"resumed at version {stopped_at}" in done.stdout
     steps = steps_of(folder)
@@ -207,6 +225,11 @@ def test_metrics_of_a_running_job_then_interrupt_and_resume(
     assert sorted(trained) == list(range(4 * (stopped_at + 4)))  # none lost, none twice
     assert sorted(set(trained.values())) == list(range(1, stopped_at + 5))
     assert (folder / "report.html").stat().st_size > 10_000
+    assert all(step["kl_reference"] >= 0 and step["kl_coef"] == 0.01 for step in steps)
+    assert all(step["value_loss"] > 0 and step["critic_grad_norm"] > 0 for step in steps)
+    table = rollouts.read_parquet(folder / "rollouts" / f"step-{stopped_at + 4:06d}.parquet")
+    for column in ("reference_logprobs", "values", "proximal_logprobs", "advantages"):
+        assert rollouts.lengths(table, column) == rollouts.lengths(table, "response_ids"), column
 
     done = run(headway("eval", folder, "--limit=8", "--samples=2", "--temperature=1", "--json"), root)
     assert done.returncode == 0, done.stderr
@@ -289,40 +312,6 @@ def test_killed_actors_are_replaced_and_no_prompt_is_lost(
     time.sleep(1)
     assert [p for log in (folder / "logs").iterdir() for p in processes_of(log)] == []
     assert not list(Path("/dev/shm").glob("headway-tiny-*"))
-
-
-def test_ppo_with_five_roles_and_two_learner_ranks_goes_on_after_a_resume(root: Path, tmp_path: Path) -> None:
-    """Reference and critic score every group, two ranks train, the reference is refreshed, all of it is resumed."""
-    folder = tmp_path / "tiny"
-    command = train(
-        root,
-        tmp_path,
-        "algorithm.preset=ppo",
-        "algorithm.reference_refresh_steps=3",
-        "learner.replicas=2",
-        "generation.replicas=1",
-        "reference.threads=1",
-        "critic.threads=1",
-    )
-    done = run([*command, "run.steps=4"], root)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 learner rank(s)" in done.stdout
-    (checkpoint,) = (folder / "checkpoints").iterdir()
-    assert (checkpoint / "critic" / "critic.pt").exists()
-    assert torch.load(checkpoint / "reference" / "reference.pt", weights_only=True)["version"] == 3
-    done = run([*command, "run.steps=6", "--resume"], root)
-    assert done.returncode == 0, done.stdout + done.stderr
-    steps = steps_of(folder)
-    assert [step["version"] for step in steps] == [1, 2, 3, 4, 5, 6]
-    assert all(step["kl_reference"] >= 0 and step["kl_coef"] == 0.01 for step in steps)
-    assert all(step["value_loss"] > 0 and step["critic_grad_norm"] > 0 for step in steps)
-    assert sorted(trained_groups(folder / "ledger.jsonl")) == list(range(4 * 6))
-    table = rollouts.read_parquet(folder / "rollouts" / "step-000006.parquet")
-    for column in ("reference_logprobs", "values", "proximal_logprobs", "advantages"):
-        assert rollouts.lengths(table, column) == rollouts.lengths(table, "response_ids"), column
-    assert {"reference-0.log", "critic-0.log", "learner-0.log", "learner-1.log"} <= {
-        log.name for log in (folder / "logs").iterdir()
-    }
 
 
 def test_dynamic_sampling_trains_groups_with_signal_only(root: Path, tmp_path: Path) -> None:
