@@ -21,11 +21,11 @@ from headway.core.rollouts import replace_column
 from headway.core.weights import Manifest, TensorEntry, digest
 from headway.learner.batching import pack, unpack
 from headway.learner.checkpoint import writing
+from headway.learner.lora import LORA_A, LORA_B, merged
 from headway.learner.model import DTYPES, PolicyModel
 
 FILE = "reference.pt"
 """Its part of a checkpoint."""
-LORA_A, LORA_B = ".lora_A", ".lora_B"
 
 
 class ReferenceActor:
@@ -102,7 +102,7 @@ class ReferenceActor:
             else:
                 stem = name.removesuffix(".weight")
                 down, up = (_tensor(entries[stem + end], buckets) for end in (LORA_A, LORA_B))
-                weight = self._base[name] + manifest.adapter_scale * (up @ down)
+                weight = merged(self._base[name], down, up, manifest.adapter_scale)
             masters[name].lerp_(weight.to(self._model.device), 1 - keep)
         self._model.refresh()
         self._version = manifest.version

@@ -136,9 +136,7 @@ def _score_step(
         mean_abs_advantage=float(advantages.abs().mean()) if len(tokens) else None,
         masked_fraction=masked,
         ess_fraction=ess,
-        counterfactuals=counterfactuals(log_correction, responses, advantages, -log_correction, algorithm)
-        if len(tokens)
-        else {},
+        counterfactuals=counterfactuals(log_correction, responses, advantages, -log_correction, algorithm),
         by_lag={
             lag: statistics.ess_fraction for lag, statistics in statistics_by_lag(log_correction, lag).items()
         },

@@ -19,11 +19,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from headway.core.config import Config
 from headway.core.errors import DataError
-from headway.learner.batching import Group, MicroBatch, pack, unpack
+from headway.learner.batching import Group, MicroBatch, pack
 from headway.learner.checkpoint import writing
 from headway.learner.model import PolicyModel
 from headway.learner.rewards import RewardState
-from headway.learner.step import StepBatch, prepare
+from headway.learner.step import StepBatch, prepare_batch
 from headway.learner.trainer import NonFiniteStep
 
 FILE = "critic.pt"
@@ -159,19 +159,7 @@ class CriticTrainer:
         """
         if version != self.version:
             raise ValueError(f"asked to train from version {version}, but the critic is at {self.version}")
-        if len(tables) != self.config.groups_per_batch:
-            raise ValueError(f"a batch is {self.config.groups_per_batch} groups, got {len(tables)}")
-        groups = [unpack(table) for table in tables]
-        per_step = self.config.learner.groups_per_step
-        steps = [
-            prepare(
-                groups[at : at + per_step],
-                self.config.algorithm,
-                max_new_tokens=self.config.sampling.max_new_tokens,
-                state=self.rewards,
-            )
-            for at in range(0, len(groups), per_step)
-        ]
+        steps = prepare_batch(tables, self.config, self.rewards)
         return [self._step(step) for step in steps]
 
     def _pack(self, groups: Sequence[Group], trained_N: np.ndarray) -> list[MicroBatch]:
@@ -226,9 +214,7 @@ class CriticTrainer:
 
     def _refuse(self, what: str, step: StepBatch, tokens: Tensor) -> NoReturn:
         self.model.zero_grad()
-        rollout_ids = [rollout_id for group in step.groups for rollout_id in group.rollout_ids]
-        rows = step.response_N[tokens].unique().tolist()
-        raise NonFiniteStep(what, self.version, [rollout_ids[row] for row in rows])
+        raise NonFiniteStep(what, self.version, step.rollout_ids(tokens))
 
     def save(self, folder: Path) -> None:
         """Writes the critic's part of a checkpoint into an existing folder. Raises `CheckpointFailed`."""

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from headway.core.errors import DataError
 
-_A, _B = ".lora_A", ".lora_B"
+LORA_A, LORA_B = ".lora_A", ".lora_B"
+"""How the names of an adapter's two factors end."""
 _INIT_SEED = 0
 
 
@@ -37,7 +38,7 @@ def add_adapter(network: PreTrainedModel, *, rank: int, alpha: float) -> float:
     inject_adapter_in_model(config, network)
     generator = torch.Generator().manual_seed(_INIT_SEED)  # on the CPU: every rank must begin with the same A
     for name, parameter in network.named_parameters():
-        if checkpoint_name(name).endswith(_A):
+        if checkpoint_name(name).endswith(LORA_A):
             start = torch.empty(parameter.shape)
             nn.init.kaiming_uniform_(
                 start, a=math.sqrt(5), generator=generator
@@ -51,21 +52,21 @@ def checkpoint_name(name: str) -> str:
     `NAME.weight`."""
     return (
         name.replace(".base_layer.", ".")
-        .replace(f"{_A}.default.weight", _A)
-        .replace(f"{_B}.default.weight", _B)
+        .replace(f"{LORA_A}.default.weight", LORA_A)
+        .replace(f"{LORA_B}.default.weight", LORA_B)
     )
 
 
 def is_adapter(name: str) -> bool:
-    return name.endswith((_A, _B))
+    return name.endswith((LORA_A, LORA_B))
 
 
 def adapter_of(name: str, adapters: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, nn.Parameter] | None:
     """(A [rank, in], B [out, rank]) of the weight with this checkpoint name, or None if it has none."""
     stem = name.removesuffix(".weight")
-    if stem == name or stem + _A not in adapters:
+    if stem == name or stem + LORA_A not in adapters:
         return None
-    return adapters[stem + _A], adapters[stem + _B]
+    return adapters[stem + LORA_A], adapters[stem + LORA_B]
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

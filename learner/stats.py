@@ -223,9 +223,7 @@ def step_stats(
             step.advantages_N[tokens_K][known_K],
             trained.staleness_K[known_K],
             algorithm,
-        )
-        if len(log_correction)
-        else {},
+        ),
         behavior_kl=importance.k3 if importance else None,
         engine_learner_kl=float(own_k3.mean()) if len(own_k3) else None,
         kl_reference=kl_reference,

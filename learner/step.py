@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
-from headway.core.config import Algorithm
+from headway.core.config import Algorithm, Config
 from headway.core.errors import SchemaError
 from headway.learner import advantages as estimators
-from headway.learner.batching import Group
+from headway.learner.batching import Group, unpack
 from headway.learner.corrections import is_missing
 from headway.learner.losses import token_weights
 from headway.learner.rewards import (
@@ -72,6 +73,29 @@ class StepBatch:
     masked_fraction: dict[str, float]
     """Share of the sampled tokens that are not trained, by the first reason that applies: `unscored`, `truncated`,
     `missing_logprob`, `no_signal`."""
+
+    def rollout_ids(self, tokens: Tensor) -> list[str]:
+        """Of the responses that these tokens (int64 places in the flat arrays) belong to."""
+        rollout_ids = [rollout_id for group in self.groups for rollout_id in group.rollout_ids]
+        return [rollout_ids[row] for row in self.response_N[tokens].unique().tolist()]
+
+
+def prepare_batch(tables: Sequence[pa.Table], config: Config, state: RewardState) -> list[StepBatch]:
+    """The optimizer steps of a batch of one table per group. Takes `state` that many steps on. Raises `ValueError` for a
+    wrong number of groups, and `SchemaError` as `unpack` and `prepare` do."""
+    if len(tables) != config.groups_per_batch:
+        raise ValueError(f"a batch is {config.groups_per_batch} groups, got {len(tables)}")
+    groups = [unpack(table) for table in tables]
+    per_step = config.learner.groups_per_step
+    return [
+        prepare(
+            groups[at : at + per_step],
+            config.algorithm,
+            max_new_tokens=config.sampling.max_new_tokens,
+            state=state,
+        )
+        for at in range(0, len(groups), per_step)
+    ]
 
 
 def prepare(

@@ -22,7 +22,7 @@ from headway.core.config import Config
 from headway.core.errors import HeadwayError
 from headway.core.rollouts import SCHEMA
 from headway.learner.advantages import min_variance
-from headway.learner.batching import MicroBatch, unpack
+from headway.learner.batching import MicroBatch
 from headway.learner.corrections import correct, ess_fraction, importance_weights
 from headway.learner.kl import k3, kl_loss
 from headway.learner.learner_state import load_learner, save_learner
@@ -34,7 +34,7 @@ from headway.learner.sft import Demonstration, in_turn
 from headway.learner.sft import accumulate as accumulate_demonstrations
 from headway.learner.sharding import Ranks, alone
 from headway.learner.stats import StepStats, Tally, Trained, step_stats
-from headway.learner.step import StepBatch, prepare
+from headway.learner.step import StepBatch, prepare_batch
 
 ESS_MEMORY = 0.9
 """Share of its last value that the running ESS of fresh tokens keeps at each step."""
@@ -95,20 +95,8 @@ class Trainer:
         """
         if version != self.version:
             raise ValueError(f"asked to train from version {version}, but the learner is at {self.version}")
-        if len(tables) != self.config.groups_per_batch:
-            raise ValueError(f"a batch is {self.config.groups_per_batch} groups, got {len(tables)}")
         started = time.perf_counter()
-        per_step = self.config.learner.groups_per_step
-        groups = [unpack(table) for table in tables]
-        steps = [
-            prepare(
-                groups[at : at + per_step],
-                self.config.algorithm,
-                max_new_tokens=self.config.sampling.max_new_tokens,
-                state=self.rewards,
-            )
-            for at in range(0, len(groups), per_step)
-        ]
+        steps = prepare_batch(tables, self.config, self.rewards)
         unpacked = time.perf_counter()
         proximal = [self._proximal(step, later=number > 0) for number, step in enumerate(steps)]
         steps = [
@@ -350,9 +338,7 @@ class Trainer:
 
     def _refuse(self, what: str, tokens: Tensor, step: StepBatch) -> NoReturn:
         self.model.zero_grad()
-        rollout_ids = [rollout_id for group in step.groups for rollout_id in group.rollout_ids]
-        rows = step.response_N[tokens].unique().tolist()
-        raise NonFiniteStep(what, self.version, [rollout_ids[row] for row in rows])
+        raise NonFiniteStep(what, self.version, step.rollout_ids(tokens))
 
     # ---- checkpoint ------------------------------------------------------------------------------------------
 
