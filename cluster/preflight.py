@@ -41,6 +41,7 @@ def prompts_of(config: Config, source: str, seed: int) -> tuple[Prompt, ...]:
         verifier=data.verifier,
         prompt_field=data.prompt_field,
         answer_field=data.answer_field,
+        task_field=data.task_field,
         template=data.template,
         num_prompts=data.num_prompts,
         seed=seed,

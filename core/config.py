@@ -33,6 +33,9 @@ class Run(Section):
     """Optimizer steps between checkpoints; 0: only at the end and on Ctrl-C."""
     no_progress_deadline_s: float = Field(default=300.0, gt=0)
     """A run that finishes no step for this long ends with a table of who waits for whom (seconds)."""
+    max_restarts: int = Field(default=3, ge=0)
+    """How often the run goes on from its newest checkpoint by itself after weights died with their actor (learner,
+    critic, refreshed reference)."""
     save_rollouts: bool = True
     """Writes every trained batch to `rollouts/` as Parquet."""
 
@@ -57,6 +60,8 @@ class Data(Section):
     """Column with the prompt: a string, or a list of chat messages."""
     answer_field: str = "answer"
     """Column with the gold answer."""
+    task_field: str = "task"
+    """Column that names the kind of task, if there is one: the audit compares what is dispatched and trained by it."""
     template: str = "{prompt}"
     """Wraps every prompt text at `{prompt}`."""
     verifier: str = "math"
@@ -286,9 +291,19 @@ class Lag(Section):
     """Bound on learner version minus the oldest version that sampled a token of the group, when the group is
     trained; in optimizer steps. 0 is synchronous training. Elsewhere: max_staleness,
     max_head_offpolicyness, max_off_policy_steps, max_trajectory_age_steps."""
+    policy: Literal["pace", "drop", "withhold", "downweight"] = "pace"
+    """What happens to groups that would pass the bound. pace: the learner waits for them, so that none does. drop: it
+    does not wait, they are dropped when a batch is cut and replaced by others. withhold: it does not wait, and only
+    their tokens beyond the bound leave the loss. downweight: those tokens weigh less with every step beyond it."""
+    downweight: float = Field(default=0.5, gt=0, lt=1)
+    """Factor on a token's loss for every step of lag beyond the bound (`policy=downweight`)."""
+    downweight_limit: int | None = Field(default=None, ge=1)
+    """Tokens of a higher lag leave the loss under `policy=downweight`; null: 2 * max_version_lag + 1."""
     straggler_deadline_s: float = Field(default=600.0, gt=0)
-    """The learner waits for a group that would pass the bound at the next step, but no longer than this after
-    it was dispatched; then the group is dropped and counted (seconds)."""
+    """A group that is not finished this long after it was dispatched is dropped and counted (seconds)."""
+    ess_floor: float | None = Field(default=None, gt=0, lt=1)
+    """Admission keeps to an effective bound below max_version_lag: a step whose importance ESS fraction is below this
+    lowers it by one, ten steps in a row above raise it by one. null: off."""
 
 
 class Resources(Section):
@@ -360,7 +375,17 @@ class Critic(Resources):
 
 class Generation(Resources):
     replicas: int = Field(default=1, ge=1)
-    """vLLM engines."""
+    """vLLM engines that the run starts with; `headway scale` changes their number while it runs."""
+    min_replicas: int | None = Field(default=None, ge=1)
+    """With `max_replicas`: the run scales by itself, not below this. null: `replicas`."""
+    max_replicas: int | None = Field(default=None, ge=1)
+    """The run adds an engine when the learner waits for groups, up to this number, and gives one back when the engines
+    wait for the learner. null: only `headway scale` changes the number."""
+    drain_s: float = Field(default=30.0, ge=0)
+    """An engine that leaves may finish its groups for this long; what is unfinished then goes on at another engine
+    from the tokens it has (seconds)."""
+    answer_deadline_s: float = Field(default=60.0, gt=0)
+    """An engine that does not answer for this long is replaced (seconds)."""
     max_concurrent_requests: int = Field(default=64, ge=1)
     """Responses that one engine decodes at a time."""
     max_model_len: int | None = None
@@ -439,14 +464,23 @@ class Config(Section):
         return self.learner.groups_per_step * self.learner.steps_per_batch
 
     @property
-    def max_groups_running(self) -> int:
-        """Groups that fit into the engines at a time, at least one per engine."""
-        per_engine = max(1, self.generation.max_concurrent_requests // self.sampling.group_size)
-        return per_engine * self.generation.replicas
+    def groups_per_engine(self) -> int:
+        """Groups that fit into one engine at a time, at least one."""
+        return max(1, self.generation.max_concurrent_requests // self.sampling.group_size)
+
+    @property
+    def max_trained_lag(self) -> int:
+        """Largest lag of a token in the loss."""
+        lag = self.lag
+        if lag.policy != "downweight":
+            return lag.max_version_lag
+        return 2 * lag.max_version_lag + 1 if lag.downweight_limit is None else lag.downweight_limit
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         _check_algorithm(self)
+        _check_lag(self)
+        _check_scaling(self)
         if self.run.steps % self.learner.steps_per_batch:
             raise ValueError(
                 f"run.steps={self.run.steps} is not divisible by learner.steps_per_batch="
@@ -598,6 +632,46 @@ def _check_algorithm(config: Config) -> None:
         raise ValueError(
             f"data.agents={list(config.data.agents)} with algorithm.advantage={algorithm.advantage} would compare "
             "the rewards of different agents; choose per_agent or joint_group"
+        )
+
+
+def _check_lag(config: Config) -> None:
+    """Refuses a lag policy that its bound makes meaningless. Raises `ValueError`."""
+    lag = config.lag
+    if lag.max_version_lag == 0 and lag.policy != "pace":
+        raise ValueError(
+            f"lag.policy={lag.policy} with lag.max_version_lag=0: synchronous training has no groups beyond the bound; "
+            "set lag.policy=pace or a higher bound"
+        )
+    if lag.max_version_lag == 0 and lag.ess_floor is not None:
+        raise ValueError(
+            f"lag.ess_floor={lag.ess_floor} with lag.max_version_lag=0: there is no lower bound to tighten to; set "
+            "lag.ess_floor=null or a higher bound"
+        )
+    if lag.downweight_limit is not None and lag.policy != "downweight":
+        raise ValueError(
+            f"lag.downweight_limit={lag.downweight_limit} with lag.policy={lag.policy}, which trains no token beyond "
+            "lag.max_version_lag; set lag.policy=downweight or lag.downweight_limit=null"
+        )
+    if config.max_trained_lag < lag.max_version_lag:
+        raise ValueError(
+            f"lag.downweight_limit={lag.downweight_limit} is below lag.max_version_lag={lag.max_version_lag}; raise it"
+        )
+
+
+def _check_scaling(config: Config) -> None:
+    generation = config.generation
+    if generation.max_replicas is None and generation.min_replicas is None:
+        return
+    if generation.max_replicas is None:
+        raise ValueError(
+            f"generation.min_replicas={generation.min_replicas} without generation.max_replicas: the run scales by "
+            "itself only when both ends are known; set generation.max_replicas"
+        )
+    if not (generation.min_replicas or generation.replicas) <= generation.replicas <= generation.max_replicas:
+        raise ValueError(
+            f"generation.replicas={generation.replicas} is not within generation.min_replicas="
+            f"{generation.min_replicas} and generation.max_replicas={generation.max_replicas}"
         )
 
 

@@ -49,7 +49,7 @@ class WeightUpdateFailed(HeadwayError):
 
 
 class EngineDead(HeadwayError):
-    """The engine behind a generation actor is gone; the actor must be replaced and its work issued again."""
+    """The engine behind a generation actor is gone, though the actor still answers."""
 
 
 class Starved(HeadwayError):
@@ -58,3 +58,30 @@ class Starved(HeadwayError):
 
 class Closed(HeadwayError):
     """The run is shutting down; whoever waited is released with this."""
+
+
+class ActorDied(HeadwayError):
+    """An actor, or the node under it, is gone. `incarnation` counts the actors that this replica has had: a report
+    about an earlier one than the present says nothing new."""
+
+    def __init__(self, role: str, replica: int, incarnation: int, detail: str = "") -> None:
+        super().__init__(role, replica, incarnation, detail)
+        self.role = role
+        self.replica = replica
+        self.incarnation = incarnation
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.replica} died{f': {self.detail}' if self.detail else ''}"
+
+
+class Lost(HeadwayError):
+    """State of the run died with an actor: only a checkpoint brings it back."""
+
+
+class HandedBack(HeadwayError):
+    """The engine leaves the run and has stopped this group; what it has of it can be fetched and continued."""
+
+
+class StoreFull(HeadwayError):
+    """The object store took nothing more, neither memory nor disk; the same call may succeed later."""

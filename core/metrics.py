@@ -12,7 +12,21 @@ ROLES = ("learner", "generation", "verifiers", "reference", "critic", "queue", "
 DROP_REASONS = ("straggler", "generation_failed", "verifier_failed", "group_too_small", "stale", "no_signal")
 STATES = ("issued", "finished", "trained", "dropped")
 STEP_STAGES = ("take", "unpack", "forward_backward", "optimizer", "publish", "total")
-WAIT_STAGES = ("learner_for_groups", "gate", "queue_full")
+WAIT_STAGES = (
+    "learner_for_groups",
+    "gate",
+    "queue_full",
+    "engine",
+    "group",
+    "replacement",
+    "weights",
+    "train",
+    "publish",
+    "queue",
+    "checkpoint",
+    "start",
+    "metrics",
+)
 SYNC_STAGES = ("fetch", "pause", "load", "total")
 VERIFIER_ERRORS = ("timeout", "memory", "crash", "exception", "bad_gold")
 REJECTING = ("mis_token", "mis_sequence", "veto", "off_policy_mask")
@@ -49,6 +63,11 @@ METRICS: tuple[Metric, ...] = (
         LAG_BUCKETS,
     ),
     Metric("headway_max_version_lag_steps", "gauge", "Configured bound on the version lag."),
+    Metric(
+        "headway_effective_version_lag_steps",
+        "gauge",
+        "Bound that admission keeps to: the configured one, or less while the ESS is low (lag.ess_floor).",
+    ),
     Metric("headway_learner_version", "gauge", "Optimizer steps applied."),
     Metric("headway_engine_version", "gauge", "Weight version live on a generation engine.", "replica"),
     Metric(
@@ -70,8 +89,19 @@ METRICS: tuple[Metric, ...] = (
         DROP_REASONS,
     ),
     Metric("headway_groups_running", "gauge", "Prompt groups being generated or scored."),
+    Metric(
+        "headway_groups_reissued_total",
+        "counter",
+        "Prompt groups issued again because an actor died with them.",
+    ),
+    Metric(
+        "headway_groups_handed_back_total",
+        "counter",
+        "Prompt groups that an engine gave back unfinished when it left; they go on at another one.",
+    ),
     Metric("headway_queue_groups", "gauge", "Finished groups that wait for the learner."),
     Metric("headway_queue_bytes", "gauge", "Their size in the object store."),
+    Metric("headway_store_full_total", "counter", "Times that the object store took no more groups."),
     Metric("headway_generation_tokens_total", "counter", "Tokens sampled by the engines."),
     Metric("headway_trained_tokens_total", "counter", "Response tokens trained on."),
     Metric(
@@ -89,6 +119,11 @@ METRICS: tuple[Metric, ...] = (
         "stage",
         WAIT_STAGES,
         SECONDS_BUCKETS,
+    ),
+    Metric(
+        "headway_wait_deadline_used_ratio",
+        "gauge",
+        "Time of the open wait that is nearest to its deadline, over that deadline.",
     ),
     Metric(
         "headway_weight_sync_seconds",
@@ -140,7 +175,7 @@ METRICS: tuple[Metric, ...] = (
         "gauge",
         "Share of the last batch's sampled tokens left out of the loss, by reason.",
         "reason",
-        ("unscored", "truncated", "no_signal", "missing_logprob", *REJECTING),
+        ("unscored", "truncated", "no_signal", "missing_logprob", "withheld", *REJECTING),
     ),
     Metric(
         "headway_clipped_fraction", "gauge", "Share of trained tokens whose ratio clip is active, last step."
@@ -196,6 +231,16 @@ METRICS: tuple[Metric, ...] = (
         "Largest distance between the length distributions of sampled and of trained responses so far (Kolmogorov-Smirnov).",
     ),
     Metric(
+        "headway_audit_reward_ks",
+        "gauge",
+        "The same distance between the rewards of sampled and of trained responses.",
+    ),
+    Metric(
+        "headway_audit_task_distance",
+        "gauge",
+        "Total variation distance between the kinds of task of dispatched and of trained groups.",
+    ),
+    Metric(
         "headway_entropy",
         "gauge",
         "Mean entropy of the learner's next-token distribution on trained tokens, last step (nats).",
@@ -220,6 +265,23 @@ METRICS: tuple[Metric, ...] = (
         "reason",
         VERIFIER_ERRORS,
     ),
+    Metric(
+        "headway_engine_concurrency_groups",
+        "gauge",
+        "Groups that an engine may have in flight; falls under KV-cache pressure.",
+        "replica",
+    ),
+    Metric(
+        "headway_engine_kv_cache_usage_ratio", "gauge", "Share of an engine's KV cache in use.", "replica"
+    ),
+    Metric(
+        "headway_engine_preemptions_total",
+        "counter",
+        "Requests that an engine pushed out of its KV cache to make room.",
+        "replica",
+    ),
+    Metric("headway_target_replicas", "gauge", "Engines that the run is to have."),
+    Metric("headway_run_restarts_total", "counter", "Times that the run went on from a checkpoint by itself."),
     Metric("headway_actor_restarts_total", "counter", "Actors replaced after a failure.", "role", ROLES),
     Metric("headway_live_replicas", "gauge", "Replicas that are up.", "role", ROLES),
     Metric(

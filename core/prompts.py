@@ -27,6 +27,8 @@ class Prompt:
     """What the verifier compares with."""
     verifier: str
     """Name of the verifier that scores it."""
+    task: str = ""
+    """Kind of task, for the audit."""
     context: dict[str, Any] = field(default_factory=dict)
     """Whatever else the verifier needs, e.g. where in which reasoning-gym dataset the task is."""
 
@@ -55,6 +57,7 @@ def load_prompts(
     verifier: str,
     prompt_field: str = "prompt",
     answer_field: str = "answer",
+    task_field: str = "task",
     template: str = "{prompt}",
     num_prompts: int = 1000,
     seed: int = 0,
@@ -80,6 +83,7 @@ def load_prompts(
                 content=_content(row[prompt_field], template),
                 gold=row[answer_field],
                 verifier=str(row.get("verifier", verifier)),
+                task=str(row.get(task_field, row.get("verifier", verifier))),
                 context={k: v for k, v in row.items() if k not in (prompt_field, answer_field)},
             )
         )
@@ -137,6 +141,7 @@ def _reasoning_gym(
             content=_content(entry["question"], template),
             gold=entry["answer"],
             verifier="reasoning_gym",
+            task=task,
             context={"task": task, "size": num_prompts, "seed": seed, "params": params, "index": number},
         )
         for number, entry in enumerate(dataset)

@@ -1,0 +1,178 @@
+"""What the control plane may ask of a run's actors. The driver knows this interface and nothing of Ray: under
+`ray_crew` the actors are real, under `virtual` they are drawn from distributions and time is virtual.
+
+Every method may raise `ActorDied` with the role and replica that is gone; none keeps a deadline of its own, whoever
+awaits it does. What is passed on as `Any` is opaque to the driver: references to rows, which it never reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from headway.actors.generation_rows import GroupRequest
+from headway.cluster.queue import Receipt
+from headway.core.errors import ActorDied
+from headway.core.metrics import Update
+from headway.core.weights import Manifest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Release:
+    """A published weight version: the manifest, a reference to it, and references to its buckets."""
+
+    manifest: Manifest
+    reference: Any
+    buckets: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What a batch did to policy and critic."""
+
+    stats: list[Any]
+    """`StepStats` of each optimizer step."""
+    critic_stats: list[Any]
+    """`CriticStats` of each, or empty."""
+    columns: Any
+    """Reference to the columns that the learner appends to the batch's rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineReport:
+    """What an engine says on the heartbeat."""
+
+    kv_cache_usage: float
+    """Share of its KV cache in use."""
+    preemptions: int
+    """Requests pushed out of the KV cache since it started."""
+    updates: list[Update]
+
+
+class Crew(Protocol):
+    """The actors of one run."""
+
+    async def open(self) -> None:
+        """Waits for the resources of every group and creates all actors but the engines. Raises `ClusterError`."""
+        ...
+
+    async def close(self) -> None:
+        """Ends every actor and gives all resources back. Never raises for actors that are dead already."""
+        ...
+
+    async def next_death(self) -> ActorDied:
+        """The next actor that was found dead, each incarnation once. Waits for as long as all live."""
+        ...
+
+    def incarnation(self, role: str, replica: int) -> int:
+        """How many actors this replica has had; 0: none yet."""
+        ...
+
+    async def replace(self, role: str, replica: int) -> None:
+        """A new actor in place of a verifier or a reference, ready to score. Raises `Lost` for a role whose weights
+        change during the run (learner, critic, refreshed reference)."""
+        ...
+
+    @property
+    def replicas(self) -> dict[str, int]:
+        """Actors by role, the engines left out."""
+        ...
+
+    # learner, and the scorers whose weights change
+
+    async def start_learner(self) -> None: ...
+
+    async def train(self, version: int, group_ids: Sequence[int]) -> Trained:
+        """`steps_per_batch` optimizer steps from `version` on, on groups that the queue holds."""
+        ...
+
+    async def publish(self, version: int) -> Release: ...
+
+    async def refresh_reference(self, release: Release) -> None:
+        """The reference takes the policy's weights."""
+        ...
+
+    async def save(self, folder: Path) -> None:
+        """Writes learner, critic and reference into a checkpoint's folder. Raises `CheckpointFailed`."""
+        ...
+
+    async def load(self, folder: Path) -> int:
+        """Takes up from there; returns the version."""
+        ...
+
+    # engines
+
+    async def start_engine(self, replica: int) -> int:
+        """Starts an engine in this place, ending the one that was there; returns its incarnation. It serves nothing
+        before the first `update_engine`. Raises `ClusterError` when the cluster has no room for it."""
+        ...
+
+    async def update_engine(self, replica: int, release: Release) -> None:
+        """Loads one complete version. Raises `WeightUpdateFailed`; the engine must then be started anew."""
+        ...
+
+    async def report(self, replica: int) -> EngineReport: ...
+
+    async def hand_back(self, replica: int) -> None:
+        """Stops sampling: every `put` of a group that this engine has not finished raises `HandedBack`."""
+        ...
+
+    async def stop_engine(self, replica: int) -> None:
+        """Ends the engine and gives its resources back."""
+        ...
+
+    # groups
+
+    def sample(self, replica: int, request: GroupRequest, kept: Any = None) -> Any:
+        """Starts a group at an engine and sends it through the scorers; reference to its rows. `kept`: what
+        `take_back` gave."""
+        ...
+
+    def take_back(self, replica: int, group_id: int) -> Any:
+        """Reference to what an engine has of a group that it handed back."""
+        ...
+
+    async def put(self, rows: Any) -> Receipt:
+        """Waits for the rows and moves them into the queue. Idempotent. Raises what sampling or scoring raised:
+        `RolloutFailed`, `HandedBack`; `StoreFull` when it is worth another try."""
+        ...
+
+    # queue
+
+    async def start_queue(self) -> None:
+        """A new, empty queue in place of the dead one."""
+        ...
+
+    async def restore_queue(self, file: Path) -> list[Receipt]:
+        """Takes over what `save_queue` wrote."""
+        ...
+
+    async def save_queue(self, file: Path) -> None: ...
+
+    async def release(self, group_ids: Sequence[int]) -> None:
+        """The queue lets go of groups; unknown ones are no error."""
+        ...
+
+    async def refuse(self, group_id: int) -> None:
+        """The queue lets go of a group, and takes it no more should it still arrive."""
+        ...
+
+    async def write_batch(self, group_ids: Sequence[int], file: Path, version: int, columns: Any) -> None:
+        """Keeps a trained batch as Parquet, tagged with the version that its last step made."""
+        ...
+
+    # metrics
+
+    async def serve_metrics(self) -> int:
+        """Starts the metrics endpoint, or starts it again at its port; returns the port."""
+        ...
+
+    async def apply_metrics(self, updates: list[Update]) -> None: ...
+
+    async def restore_metrics(self, state: dict[str, Any]) -> None: ...
+
+    async def scorer_updates(self) -> list[Update]:
+        """Metric updates of the verifiers since the last call."""
+        ...
