@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from headway.core.config import Config, dump_config, load_config
-from headway.core.errors import HeadwayError, UserError
+from headway.core.errors import ConfigError, HeadwayError, UserError
 
 if TYPE_CHECKING:
     from headway.cluster.run import Run
@@ -75,9 +75,10 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
 
     checkpoint = prepare_folder(config, resume=resume, overwrite=overwrite)
     # Heavy modules only now, when what can be known without them is known.
-    from headway.cluster.placement import check_resources, connect
+    from headway.cluster.placement import check_resources, connect, disconnect
     from headway.cluster.preflight import encode_demonstrations, preflight, prompts_of
     from headway.cluster.progress import Progress
+    from headway.cluster.ray_crew import RayCrew
     from headway.cluster.report import write_report
     from headway.cluster.run import Run
     from headway.core.prompts import PromptStream
@@ -94,7 +95,7 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
         check_resources(config)
         run = Run(
             config=config,
-            model_folder=checked.model_folder,
+            crew=lambda: RayCrew(config, config.run_folder.resolve(), str(checked.model_folder)),
             prompts=PromptStream(prompts, config.run.seed),
             longest_prompt=checked.longest_prompt,
             progress=progress,
@@ -103,6 +104,7 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
         try:
             interrupted = asyncio.run(_until_stopped(run))
         finally:
+            disconnect()
             if (config.run_folder / "metrics.jsonl").exists():
                 console.print(f"report: {write_report(config.run_folder)}", highlight=False)
     if interrupted:
@@ -148,6 +150,42 @@ def submit(
     for text in jobs.follow(client, job):
         print(text, end="", flush=True)
     raise typer.Exit(jobs.exit_code(client, job))
+
+
+@app.command()
+def scale(
+    wanted: Annotated[str, typer.Argument(help="generation=N", show_default=False)],
+    run: Annotated[
+        str | None, typer.Option(help="Folder or name of the run; default: the only one that runs.")
+    ] = None,
+    address: Annotated[str | None, typer.Option(help="Ray address of its cluster.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Change the number of engines of a run while it trains.
+
+    New engines serve once they hold the newest weights. Those that leave finish their groups, or hand them on to the
+    others with the tokens that they have.
+
+    Examples:
+
+    `headway scale generation=3`
+
+    `headway scale generation=1 --run runs/demo`
+    """
+    from headway.cluster.control import scale as ask
+
+    role, _, number = wanted.partition("=")
+    if role.removesuffix(".replicas") != "generation" or not number.isdecimal():
+        raise ConfigError(f"{wanted!r}: say generation=N, for example generation=3")
+    answer = ask(run, address, int(number))
+    if as_json:
+        print(json.dumps(answer))
+        return
+    console.print(
+        f"generation: {answer['before']} -> {answer['target']} engines ({answer['serving']} serve now, learner at "
+        f"version {answer['version']})",
+        highlight=False,
+    )
 
 
 @app.command("eval", context_settings=OVERRIDES)

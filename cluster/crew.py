@@ -80,6 +80,17 @@ class Crew(Protocol):
         """Actors by role, the engines left out."""
         ...
 
+    # requests from outside
+
+    async def next_request(self) -> tuple[int, str, Any]:
+        """The next request that someone made of this run, as (ticket, kind, value). Waits for as long as there is
+        none. Kind `scale`: the value is the number of engines that the run is to have."""
+        ...
+
+    async def answer(self, ticket: int, value: Any) -> None:
+        """Answers a request; a ticket that nobody waits for any more is no error."""
+        ...
+
     # learner, and the scorers whose weights change
 
     async def start_learner(self) -> None: ...
@@ -130,8 +141,8 @@ class Crew(Protocol):
         `take_back` gave."""
         ...
 
-    def take_back(self, replica: int, group_id: int) -> Any:
-        """Reference to what an engine has of a group that it handed back."""
+    async def take_back(self, replica: int, group_id: int) -> Any:
+        """Reference to what an engine has of a group that it handed back; from here on it outlives the engine."""
         ...
 
     async def put(self, rows: Any) -> Receipt:
@@ -169,9 +180,9 @@ class Crew(Protocol):
         """Starts the metrics endpoint, or starts it again at its port; returns the port."""
         ...
 
-    async def apply_metrics(self, updates: list[Update]) -> None: ...
-
-    async def restore_metrics(self, state: dict[str, Any]) -> None: ...
+    async def show_metrics(self, state: dict[str, Any]) -> None:
+        """Replaces every series of the endpoint by these (`Exporter.state`)."""
+        ...
 
     async def scorer_updates(self) -> list[Update]:
         """Metric updates of the verifiers since the last call."""

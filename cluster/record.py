@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.cluster.state import Group
 from headway.core.metrics import Recorder
-from headway.learner.critic import CriticStats
-from headway.learner.stats import StepStats
+
+if TYPE_CHECKING:  # they need torch, which the simulator does without
+    from headway.learner.critic import CriticStats
+    from headway.learner.stats import StepStats
 
 
-def observe_step(recorder: Recorder, step: StepStats, groups: Sequence[Group]) -> dict[str, Any]:
+def observe_step(
+    recorder: Recorder, step: StepStats, groups: Sequence[Group], max_trained_lag: int
+) -> dict[str, Any]:
     """Records the step that trained `groups`, and returns its record: JSON values, null where there is none."""
     trained_at = step.version - 1
     for name, value in _gauges(step, len(groups)).items():
@@ -30,7 +34,11 @@ def observe_step(recorder: Recorder, step: StepStats, groups: Sequence[Group]) -
     recorder.observe("headway_importance_weight", step.importance_weights.tolist())
     return {
         **step_record(step, len(groups)),
-        "lag": [trained_at - group.receipt.oldest_version for group in groups if group.receipt],
+        "lag": [
+            min(trained_at - group.receipt.oldest_version, max_trained_lag)
+            for group in groups
+            if group.receipt
+        ],
         "lag_queue": [trained_at - group.finished_at_version for group in groups],
     }
 

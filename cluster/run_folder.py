@@ -23,15 +23,14 @@ MAY_CHANGE_SECTIONS = ("generation", "verifiers", "queue", "metrics", "cluster")
 
 
 def prepare_folder(config: Config, *, resume: bool, overwrite: bool) -> Path | None:
-    """Makes the run folder ready; returns the checkpoint to resume from. Raises `ConfigError`."""
+    """Makes the run folder ready; returns the checkpoint to resume from, None for the start. Raises `ConfigError`."""
     folder = config.run_folder
     if resume:
         newest = checkpoint.newest_complete(folder / "checkpoints")
-        if newest is None:
-            raise ConfigError(
-                f"--resume: {folder / 'checkpoints'} holds no complete checkpoint; start without --resume"
-            )
-        check_same_run(config, newest)
+        if newest is None and not (folder / "config.json").exists():
+            raise ConfigError(f"--resume: {folder} holds no run; start without --resume")
+        # A run that ended before its first checkpoint goes on from its start.
+        check_same_run(config, newest or folder)
         return newest
     if folder.exists() and any(folder.iterdir()):
         if not overwrite:
@@ -48,9 +47,7 @@ def check_same_run(config: Config, saved: Path) -> None:
     try:
         before = _flat(json.loads((saved / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"checkpoint {saved} holds no readable config.json ({error}); it cannot be resumed"
-        ) from error
+        raise ConfigError(f"{saved} holds no readable config.json ({error}); it cannot be resumed") from error
     now = _flat(json.loads(config.model_dump_json()))
     changed = [
         f"{key} was {before.get(key)!r}, is {now.get(key)!r}"

@@ -281,7 +281,9 @@ METRICS: tuple[Metric, ...] = (
         "replica",
     ),
     Metric("headway_target_replicas", "gauge", "Engines that the run is to have."),
-    Metric("headway_run_restarts_total", "counter", "Times that the run went on from a checkpoint by itself."),
+    Metric(
+        "headway_run_restarts_total", "counter", "Times that the run went on from a checkpoint by itself."
+    ),
     Metric("headway_actor_restarts_total", "counter", "Actors replaced after a failure.", "role", ROLES),
     Metric("headway_live_replicas", "gauge", "Replicas that are up.", "role", ROLES),
     Metric(
@@ -330,6 +332,19 @@ class Recorder:
             counts[bisect.bisect_left(metric.buckets, value)] += 1
             total += value
         self._histograms[name, label] = (counts, total)
+
+    def extend(self, updates: Iterable[Update]) -> None:
+        """Adds what another process recorded."""
+        for name, label, payload in updates:
+            key = (name, label)
+            if isinstance(payload, tuple):
+                counts, total = self._histograms.get(key) or ([0] * len(payload[0]), 0.0)
+                added = [a + b for a, b in zip(counts, payload[0], strict=True)]
+                self._histograms[key] = (added, total + payload[1])
+            elif BY_NAME[name].kind == "counter":
+                self._counters[key] = self._counters.get(key, 0.0) + payload
+            else:
+                self._gauges[key] = payload
 
     def drain(self) -> list[Update]:
         """All updates since the last call."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,15 @@ class PromptStream:
         epoch, position = divmod(index, len(self.prompts))
         return self.prompts[self.order(epoch)[position]]
 
-    def order(self, epoch: int) -> list[int]:
-        order = list(range(len(self.prompts)))
-        random.Random(f"{self.seed}/{epoch}").shuffle(order)
-        return order
+    def order(self, epoch: int) -> tuple[int, ...]:
+        return _order(len(self.prompts), self.seed, epoch)
+
+
+@lru_cache(maxsize=4)
+def _order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
+    order = list(range(size))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return tuple(order)
 
 
 def load_prompts(

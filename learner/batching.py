@@ -60,6 +60,8 @@ class Group:
     """[B] arrays of int64: after how many tokens each step of the response ends, ascending; empty: not split."""
     step_rewards: tuple[np.ndarray, ...] = ()
     """[B] arrays of float32, one per step (process rewards); empty arrays where there are none."""
+    group_id: int | None = None
+    """None: not from a table."""
 
 
 def unpack(table: pa.Table) -> Group:
@@ -101,6 +103,7 @@ def unpack(table: pa.Table) -> Group:
             np.array([part["value"] for part in parts or [] if part["name"] == STEP_PART], dtype=np.float32)
             for parts in table.column("reward_parts").to_pylist()
         ),
+        group_id=group_ids[0],
     )
 
 

@@ -167,6 +167,16 @@ def correct(
     return Corrected(factor_M, rejected)
 
 
+def lag_factors(lag_N: Tensor, *, max_version_lag: int, max_trained_lag: int, downweight: float) -> Tensor:
+    """[N] float32: what the lag policy multiplies a token's loss with, from its version lag (int64, optimizer steps).
+
+    1 up to the bound L = `max_version_lag`; downweight^(lag - L) from there to `max_trained_lag`; beyond that 0, which
+    means out of the loss and its denominators. A factor within the limit is never 0, however many steps make it up."""
+    excess_N = (lag_N - max_version_lag).clamp(min=0).to(torch.float64)
+    factor_N = (downweight**excess_N).to(torch.float32).clamp(min=torch.finfo(torch.float32).tiny)
+    return factor_N.masked_fill(lag_N > max_trained_lag, 0.0)
+
+
 def counterfactuals(
     log_correction_N: Tensor,
     response_N: Tensor,

@@ -151,15 +151,18 @@ class CriticTrainer:
 
     def train(self, tables: Sequence[pa.Table], version: int) -> list[CriticStats]:
         """`steps_per_batch` optimizer steps on `groups_per_batch` groups, one table each, over all tokens that are in
-        the loss, those of groups without signal included: they say what to expect too.
+        the loss, those of groups without signal included: they say what to expect too. Tokens that the lag policy
+        withholds are left out here as well; one that it weighs down counts in full, as one that a correction weighs
+        does.
 
-        `version` is the critic's version before the batch. Raises `SchemaError` for tables that do not hold a group
-        each or lack a column that the algorithm needs, `NonFiniteStep` (weights and optimizer are then as before the step), and `ValueError` for a wrong version
-        or number of groups.
+        `version` is the critic's version before the batch, which is the learner's: they step together. Raises
+        `SchemaError` for tables that do not hold a group each or lack a column that the algorithm needs,
+        `LagOutOfBounds`, `NonFiniteStep` (weights and optimizer are then as before the step), and `ValueError` for a
+        wrong version or number of groups.
         """
         if version != self.version:
             raise ValueError(f"asked to train from version {version}, but the critic is at {self.version}")
-        steps = prepare_batch(tables, self.config, self.rewards)
+        steps = prepare_batch(tables, self.config, self.rewards, version)
         return [self._step(step) for step in steps]
 
     def _pack(self, groups: Sequence[Group], trained_N: np.ndarray) -> list[MicroBatch]:

@@ -54,11 +54,11 @@ class StepStats:
     ess_fraction: float | None
     """Of the uncapped importance weights."""
     correction_ess_fraction: float | None
-    """Of the factors that the loss was weighted with."""
+    """Of the factors that the loss was weighted with: corrections times lag factors."""
     importance_weights: np.ndarray
     """[num_tokens] float32, uncapped."""
     by_lag: dict[int, ImportanceStatistics]
-    """The same weights by the version lag of their tokens."""
+    """The same weights by the version lag of their tokens, up to `Config.max_trained_lag`."""
     counterfactuals: dict[str, Counterfactual]
     """What each correction would have rejected and left, whichever are on."""
     behavior_kl: float | None
@@ -74,7 +74,7 @@ class StepStats:
     """Share of trained tokens whose gradient the trust region cut off."""
     masked_fraction: dict[str, float]
     """Share of sampled tokens that did not count, by reason: `unscored`, `truncated`, `no_signal`,
-    `missing_logprob`, and every rejecting correction that is on."""
+    `missing_logprob`, `withheld`, and every rejecting correction that is on."""
     rejected_responses: dict[str, float]
     """Share of trained responses that lost a token, by rejecting correction."""
     entropy: float | None
@@ -109,7 +109,7 @@ class Tally:
     current: list[Tensor] = field(default_factory=list)
     """Log-probabilities before the update."""
     factors: list[Tensor] = field(default_factory=list)
-    """What the correction multiplied the loss with."""
+    """What correction and lag policy multiplied the loss with."""
     entropy: list[Tensor] = field(default_factory=list)
     rejected: dict[str, list[Tensor]] = field(default_factory=dict)
     """bool, by correction."""

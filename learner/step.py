@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from headway.core.config import Algorithm, Config
-from headway.core.errors import SchemaError
+from headway.core.errors import HeadwayError, SchemaError
 from headway.learner import advantages as estimators
 from headway.learner.batching import Group, unpack
-from headway.learner.corrections import is_missing
+from headway.learner.corrections import is_missing, lag_factors
 from headway.learner.losses import token_weights
 from headway.learner.rewards import (
     RewardState,
@@ -32,6 +32,29 @@ from headway.learner.rewards import (
 )
 
 
+class LagOutOfBounds(HeadwayError):
+    """A batch holds a token of a version lag that cannot be: negative, or beyond the bound under a lag policy that
+    keeps such tokens out of batches. Whoever cut the batch is wrong about versions; nothing was trained."""
+
+    def __init__(
+        self, group_id: int | None, rollout_id: str, sampled_by: int, version: int, max_version_lag: int
+    ) -> None:
+        super().__init__(group_id, rollout_id, sampled_by, version, max_version_lag)
+        self.group_id, self.rollout_id = group_id, rollout_id
+        self.sampled_by, self.version, self.max_version_lag = sampled_by, version, max_version_lag
+
+    @property
+    def lag(self) -> int:
+        return self.version - self.sampled_by
+
+    def __str__(self) -> str:
+        fault = "negative" if self.lag < 0 else f"beyond lag.max_version_lag={self.max_version_lag}"
+        return (
+            f"group {self.group_id}, rollout {self.rollout_id}: the step from version {self.version} holds a token "
+            f"that version {self.sampled_by} sampled; its version lag of {self.lag} is {fault}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
     """The groups of one optimizer step as flat arrays over their tokens."""
@@ -40,7 +63,10 @@ class StepBatch:
     advantages_N: Tensor
     """float32; 0 on tokens that the policy did not sample and on responses that do not count."""
     token_weights_N: Tensor
-    """float32: what `losses.token_weights` gives a token of this response."""
+    """float32: what `losses.token_weights` gives a token of this response, times `lag_factors_N`. Every term of the
+    loss has it."""
+    lag_factors_N: Tensor
+    """float32, by the lag policy; 0 where it withholds the token, which is then not in the loss."""
     trained_N: np.ndarray
     """bool: in the loss, and with a gradient."""
     in_loss_N: np.ndarray
@@ -72,7 +98,7 @@ class StepBatch:
     """Groups whose advantages are all 0."""
     masked_fraction: dict[str, float]
     """Share of the sampled tokens that are not trained, by the first reason that applies: `unscored`, `truncated`,
-    `missing_logprob`, `no_signal`."""
+    `missing_logprob`, `withheld`, `no_signal`."""
 
     def rollout_ids(self, tokens: Tensor) -> list[str]:
         """Of the responses that these tokens (int64 places in the flat arrays) belong to."""
@@ -80,37 +106,84 @@ class StepBatch:
         return [rollout_ids[row] for row in self.response_N[tokens].unique().tolist()]
 
 
-def prepare_batch(tables: Sequence[pa.Table], config: Config, state: RewardState) -> list[StepBatch]:
-    """The optimizer steps of a batch of one table per group. Takes `state` that many steps on. Raises `ValueError` for a
-    wrong number of groups, and `SchemaError` as `unpack` and `prepare` do."""
+def prepare_batch(
+    tables: Sequence[pa.Table], config: Config, state: RewardState, version: int
+) -> list[StepBatch]:
+    """The optimizer steps of a batch of one table per group, taken up at the learner's `version`: the step of index k
+    starts from version + k, and that is what its tokens' version lag counts from. Takes `state` that many steps on.
+
+    Raises `ValueError` for a wrong number of groups, `LagOutOfBounds` as `policy_factors` does, and `SchemaError` as
+    `unpack` and `prepare` do; before the last of these `state` is as it was."""
     if len(tables) != config.groups_per_batch:
         raise ValueError(f"a batch is {config.groups_per_batch} groups, got {len(tables)}")
     groups = [unpack(table) for table in tables]
     per_step = config.learner.groups_per_step
+    factors = [
+        policy_factors(group, version + place // per_step, config) for place, group in enumerate(groups)
+    ]
     return [
         prepare(
             groups[at : at + per_step],
             config.algorithm,
             max_new_tokens=config.sampling.max_new_tokens,
             state=state,
+            lag_factors_N=torch.cat(factors[at : at + per_step]),
         )
         for at in range(0, len(groups), per_step)
     ]
 
 
+def policy_factors(group: Group, version: int, config: Config) -> Tensor:
+    """[N] float32: `corrections.lag_factors` of the group's tokens in the optimizer step from `version`, under
+    `config.lag`.
+
+    Raises `LagOutOfBounds` for a sampled token of a version that does not exist yet and, under the policies `pace` and
+    `drop`, for one beyond the bound: these keep it by what they train, never by masking."""
+    lag_N = version - group.versions
+    wrong_N = lag_N < 0
+    if config.lag.policy in ("pace", "drop"):
+        wrong_N |= lag_N > config.lag.max_version_lag
+    wrong = np.flatnonzero(wrong_N & group.loss_mask)
+    if len(wrong):
+        row = int(np.searchsorted(np.cumsum(group.lengths), wrong[0], side="right"))
+        raise LagOutOfBounds(
+            group.group_id,
+            group.rollout_ids[row],
+            int(group.versions[wrong[0]]),
+            version,
+            config.lag.max_version_lag,
+        )
+    return lag_factors(
+        torch.from_numpy(lag_N),
+        max_version_lag=config.lag.max_version_lag,
+        max_trained_lag=config.max_trained_lag,
+        downweight=config.lag.downweight,
+    )
+
+
 def prepare(
-    groups: Sequence[Group], algorithm: Algorithm, *, max_new_tokens: int, state: RewardState
+    groups: Sequence[Group],
+    algorithm: Algorithm,
+    *,
+    max_new_tokens: int,
+    state: RewardState,
+    lag_factors_N: Tensor | None = None,
 ) -> StepBatch:
-    """Rewards, advantages, masks and denominators of one optimizer step. Takes `state` one step on.
+    """Rewards, advantages, masks and denominators of one optimizer step. Takes `state` one step on. `lag_factors_N`:
+    `policy_factors` of the groups, one after another; None: 1 everywhere.
 
     Denominators count every token that the policy sampled, in a response that is scored and not masked for being
-    truncated, with a behavior log-probability where the loss needs one. Tokens of a group without signal (all
-    advantages 0) are among them, though they need no forward pass unless the KL or the entropy gives them a gradient:
-    leaving them out would raise the step size whenever a prompt is solved or hopeless.
+    truncated, with a behavior log-probability where the loss needs one, and not withheld for its lag. Tokens of a group
+    without signal (all advantages 0) are among them, though they need no forward pass unless the KL or the entropy
+    gives them a gradient: leaving them out would raise the step size whenever a prompt is solved or hopeless. A lag
+    factor below 1 leaves denominators alone for the same reason.
+
+    Rewards and advantages do not know of the lag policy: a token that is withheld was sampled, rewarded and valued like
+    any other.
 
     Raises `SchemaError` when the groups lack a column that the algorithm needs.
     """
-    columns = _columns(groups, algorithm)
+    columns = _columns(groups, algorithm, lag_factors_N)
     baseline, seen = state.mean, state.count > 0
     outcomes_B, scale = _outcomes(columns, algorithm, max_new_tokens, state)
     kl_coef = state.kl_coef if algorithm.kl != "none" else 0.0
@@ -138,6 +211,7 @@ def prepare(
         groups=columns.groups,
         advantages_N=advantages_N,
         token_weights_N=_token_weights(columns, algorithm, in_loss_N, max_new_tokens),
+        lag_factors_N=columns.lag_factors_N,
         trained_N=trained_N,
         in_loss_N=in_loss_N,
         behavior_logprobs_N=columns.behavior_N,
@@ -167,6 +241,7 @@ class _Columns:
     sampled_N: Tensor
     behavior_N: Tensor
     versions_N: Tensor
+    lag_factors_N: Tensor
     reference_N: Tensor | None
     values_N: Tensor | None
     scored_B: Tensor
@@ -179,7 +254,7 @@ class _Columns:
     """int64, sampled tokens of the response."""
 
 
-def _columns(groups: Sequence[Group], algorithm: Algorithm) -> _Columns:
+def _columns(groups: Sequence[Group], algorithm: Algorithm, lag_factors_N: Tensor | None) -> _Columns:
     lengths_B = _joined(groups, "lengths")
     scored_B, truncated_B = _joined(groups, "scored"), _joined(groups, "truncated")
     response_N = torch.arange(len(lengths_B)).repeat_interleave(lengths_B)
@@ -196,6 +271,7 @@ def _columns(groups: Sequence[Group], algorithm: Algorithm) -> _Columns:
         sampled_N=sampled_N,
         behavior_N=_joined(groups, "behavior_logprobs"),
         versions_N=_joined(groups, "versions"),
+        lag_factors_N=torch.ones(len(sampled_N)) if lag_factors_N is None else lag_factors_N,
         reference_N=_needed(groups, "reference_logprobs", f"kl={algorithm.kl}")
         if algorithm.needs_reference
         else None,
@@ -353,10 +429,12 @@ def _in_loss(columns: _Columns, algorithm: Algorithm) -> tuple[np.ndarray, dict[
     known_N = np.ones_like(sampled_N)
     if algorithm.uses_behavior:
         known_N = ~is_missing(columns.behavior_N).numpy()
-    return sampled_N & scored_N & kept_N & known_N, {
+    young_N = (columns.lag_factors_N > 0).numpy()
+    return sampled_N & scored_N & kept_N & known_N & young_N, {
         "unscored": sampled_N & ~scored_N,
         "truncated": sampled_N & scored_N & ~kept_N,
         "missing_logprob": sampled_N & scored_N & kept_N & ~known_N,
+        "withheld": sampled_N & scored_N & kept_N & known_N & ~young_N,
     }
 
 
@@ -374,7 +452,7 @@ def _token_weights(
         columns.response_N[torch.from_numpy(in_loss_N)], minlength=len(columns.lengths_B)
     )
     weights_B = token_weights(loss_lengths_B, aggregation=algorithm.aggregation, budget=max_new_tokens)
-    return weights_B.repeat_interleave(columns.lengths_B)
+    return weights_B.repeat_interleave(columns.lengths_B) * columns.lag_factors_N
 
 
 def _mean_kl(columns: _Columns, in_loss_N: np.ndarray) -> float | None:

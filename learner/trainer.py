@@ -91,12 +91,13 @@ class Trainer:
         and the columns `proximal_logprobs` and `advantages` with a row per response in the order of the tables.
 
         `version` is the learner's version before the batch. Raises `SchemaError` for tables that do not hold a
-        group each, `NonFiniteStep`, and `ValueError` for a wrong version or number of groups.
+        group each, `LagOutOfBounds` (nothing has changed then), `NonFiniteStep`, and `ValueError` for a wrong version
+        or number of groups.
         """
         if version != self.version:
             raise ValueError(f"asked to train from version {version}, but the learner is at {self.version}")
         started = time.perf_counter()
-        steps = prepare_batch(tables, self.config, self.rewards)
+        steps = prepare_batch(tables, self.config, self.rewards, version)
         unpacked = time.perf_counter()
         proximal = [self._proximal(step, later=number > 0) for number, step in enumerate(steps)]
         steps = [
@@ -146,7 +147,7 @@ class Trainer:
             weights_B = token_weights(
                 lengths_B, aggregation=algorithm.aggregation, budget=self.config.sampling.max_new_tokens
             )
-            step = replace(step, token_weights_N=weights_B[step.response_N])
+            step = replace(step, token_weights_N=weights_B[step.response_N] * step.lag_factors_N)
         return step
 
     def _with_min_variance(self, step: StepBatch, proximal_N: Tensor) -> StepBatch:
@@ -198,9 +199,11 @@ class Trainer:
             stopped = stopped or bool(moved > algorithm.kl_stop)
         after_backward = time.perf_counter()
         scale = self._ess_lr_scale(trained)
-        learning_rate = 0.0 if stopped else self.learning_rate() * scale
+        # Without a token in the loss nothing was measured, not even a gradient of zero: the moments must not move on.
+        idle = stopped or not (step.in_loss_N.any() or self.demonstrations)
+        learning_rate = 0.0 if idle else self.learning_rate() * scale
         trust_region = None
-        if stopped:
+        if idle:
             grad_norm = self.model.grad_norm()
             self.model.zero_grad()
         elif algorithm.objective == "trpo":
@@ -300,7 +303,7 @@ class Trainer:
         tally.num_clipped += int(policy.num_clipped)
         tally.tokens.append(tokens_M)
         tally.current.append(current_M)
-        tally.factors.append(factor_M)
+        tally.factors.append(factor_M * step.lag_factors_N[tokens_M])
         tally.entropy.append(result.entropy.detach().cpu())
 
     def _optimize(self, step: StepBatch, learning_rate: float) -> float:

@@ -1,0 +1,267 @@
+"""From a prompt to a finished group in the queue, whatever dies on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from headway.actors.generation_rows import GroupRequest
+from headway.cluster.crew import Crew
+from headway.cluster.engines import Engines
+from headway.cluster.groups import Groups
+from headway.cluster.queue import Receipt
+from headway.cluster.state import Engine, Group
+from headway.cluster.supervisor import Supervisor
+from headway.cluster.watch import Waits
+from headway.core.config import Config
+from headway.core.errors import ActorDied, HandedBack, RolloutFailed, Starved, StoreFull
+from headway.core.metrics import Recorder
+from headway.core.prompts import Prompt, PromptStream
+
+MAX_ATTEMPTS = 5
+"""Deaths under one group before it is taken to be their cause."""
+GRACE_S = 30.0
+"""What scoring and the queue may take beyond the deadline that the engine keeps."""
+LONGEST_PAUSE_S = 10.0
+"""Between attempts to store a group."""
+BLOCKED_BY = {
+    "queue_full": "room in the queue (queue.max_groups, queue.max_mib)",
+    "gate": "room under the version-lag bound",
+    "engine": "an engine that can take a group",
+}
+"""What the dispatcher waits for, by stage."""
+
+
+class Dispatcher:
+    """Starts groups as room appears, and brings each to its end. `spawn` runs a coroutine beside the learner."""
+
+    def __init__(
+        self,
+        config: Config,
+        crew: Crew,
+        waits: Waits,
+        recorder: Recorder,
+        say: Callable[[str], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        *,
+        prompts: PromptStream,
+        groups: Groups,
+        engines: Engines,
+        supervisor: Supervisor,
+        on_no_signal: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._crew = crew
+        self._waits = waits
+        self._recorder = recorder
+        self._say = say
+        self._spawn = spawn
+        self._prompts = prompts
+        self._groups = groups
+        self._engines = engines
+        self._supervisor = supervisor
+        self._on_no_signal = on_no_signal
+        self.version = 0
+        """The learner's."""
+        self.stopping = False
+        self.blocked_s = 0.0
+        """Time in which nothing could start because of the lag bound or the queue's size; whoever reads it resets it."""
+
+    async def run(self) -> None:
+        """Waits for: room under the bound, in the queue, and on an engine. Unblocked by: every group that ends, every
+        trained step, every weight update."""
+        while True:
+            engine = self._free_engine() or await self._wait()
+            if engine is None:
+                continue
+            assert engine.version is not None
+            group = self._groups.issue(engine.version, self._task, self._now())
+            self._engines.take(engine)
+            self._recorder.observe("headway_publish_lag_steps", [self.version - engine.version])
+            self._spawn(self._roll(group, engine))
+
+    async def _wait(self) -> Engine | None:
+        stage, began = self._blocked_by(), self._now()
+        try:
+            return await self._waits.until(
+                self._free_engine,
+                who="dispatcher",
+                what=BLOCKED_BY[stage],
+                stage=stage,
+                deadline_s=self._config.run.no_progress_deadline_s,
+                on=("groups", "engines", "release", "control"),
+            )
+        except Starved:
+            return None  # whether that is a fault is for the progress deadline to say
+        finally:
+            if stage != "engine":
+                self.blocked_s += self._now() - began
+
+    def _blocked_by(self) -> str:
+        gate = self._groups.gate
+        if not self._groups.room.admits(gate.running):
+            return "queue_full"
+        release = self._engines.release
+        if release is None or gate.capacity(release.manifest.version) <= 0:
+            return "gate"
+        return "engine"
+
+    def _free_engine(self) -> Engine | None:
+        """The least loaded engine whose version leaves room for one more group."""
+        gate = self._groups.gate
+        if self.stopping or not self._groups.room.admits(gate.running):
+            return None
+        return self._engines.pick(lambda version: gate.capacity(version) > 0)
+
+    async def _roll(self, group: Group, engine: Engine) -> None:
+        """One group to its end. It goes on at another engine when its own leaves, and starts over when an actor dies
+        under it. The engine already counts it."""
+        kept: Any = None
+        deaths = 0
+        while True:
+            try:
+                receipt = await self._through(group, engine, kept)
+                break
+            except RolloutFailed as failure:
+                self._fail(
+                    group, failure.reason if failure.reason == "straggler" else "generation_failed", failure
+                )
+                return
+            except Starved as failure:
+                # Its rows may still be on their way.
+                self._spawn(self._refuse(group.group_id))
+                self._fail(group, "straggler", failure)
+                return
+            except HandedBack:
+                kept = await self._take_back(group, engine)
+            except ActorDied as failure:
+                kept = None
+                deaths += 1
+                self._engines.failed_with(failure)
+                if deaths == MAX_ATTEMPTS:
+                    self._fail(group, "generation_failed", failure)
+                    return
+                await self._supervisor.repaired(failure, who=f"group {group.group_id}")
+            finally:
+                self._engines.give(engine)
+            engine = await self._another(group)
+            self._engines.take(engine)
+            if kept is None:
+                assert engine.version is not None
+                self._groups.restart(group, engine.version, self._now())
+        self._finish(group, receipt)
+
+    async def _through(self, group: Group, engine: Engine, kept: Any) -> Receipt:
+        """From the engine through the scorers into the queue. Rows that were made are stored as often as it takes."""
+        config = self._config
+        prompt = self._prompts.at(group.group_id)
+        spent = self._now() - group.dispatched
+        left = max(config.lag.straggler_deadline_s - spent, 0.0)
+        request = group_request(config, group.group_id, prompt, deadline_s=left)
+        rows = self._crew.sample(engine.replica, request, kept)
+        pause_s = 0.0
+        while True:
+            queue = self._crew.incarnation("queue", 0)
+            try:
+                receipt = await self._waits.within(
+                    self._crew.put(rows),
+                    who=f"group {group.group_id}",
+                    what=f"engine {engine.replica}, its scorers and the queue",
+                    stage="group",
+                    deadline_s=left + GRACE_S,
+                )
+                if queue == self._crew.incarnation("queue", 0):
+                    return receipt
+            except StoreFull as failure:
+                self._recorder.inc("headway_store_full_total")
+                if not pause_s:
+                    self._say(f"group {group.group_id} waits for room in the object store: {failure}")
+                pause_s = min(2 * pause_s + 0.5, LONGEST_PAUSE_S)
+                await asyncio.sleep(pause_s)
+            except ActorDied as failure:
+                if failure.role != "queue":
+                    raise
+                await self._supervisor.repaired(failure, who=f"group {group.group_id}")
+
+    async def _take_back(self, group: Group, engine: Engine) -> Any:
+        """What the leaving engine has of the group; None when that is lost with it, so that the group starts over."""
+        try:
+            kept = await self._waits.within(
+                self._crew.take_back(engine.replica, group.group_id),
+                who=f"group {group.group_id}",
+                what=f"its tokens from engine {engine.replica}",
+                stage="group",
+                deadline_s=GRACE_S,
+            )
+        except (ActorDied, Starved):
+            return None
+        self._recorder.inc("headway_groups_handed_back_total")
+        return kept
+
+    async def _another(self, group: Group) -> Engine:
+        """Whether there is one in time is for the progress deadline to say."""
+        while True:
+            try:
+                return await self._waits.until(
+                    lambda: self._engines.pick(lambda version: version >= group.since_version),
+                    who=f"group {group.group_id}",
+                    what="an engine to go on at",
+                    stage="engine",
+                    deadline_s=self._config.run.no_progress_deadline_s,
+                    on=("engines", "release"),
+                )
+            except Starved:
+                continue
+
+    def _finish(self, group: Group, receipt: Receipt) -> None:
+        reason = self._groups.finish(group, receipt, self.version)
+        if reason is not None:
+            self.drop(group, reason)
+            self._on_no_signal()
+        self._waits.changed("groups")
+
+    def drop(self, group: Group, reason: str) -> None:
+        """Ends a group that is not to be trained."""
+        self._groups.drop(group, reason)
+        if group.receipt is not None:
+            self._spawn(self._supervisor.release([group.group_id]))
+        self._waits.changed("groups")
+
+    def _fail(self, group: Group, reason: str, failure: Exception) -> None:
+        self._say(f"group {group.group_id} dropped: {failure}")
+        self.drop(group, reason)
+
+    async def _refuse(self, group_id: int) -> None:
+        await self._supervisor.insist(
+            lambda: self._crew.refuse(group_id),
+            who="dispatcher",
+            what="the queue to refuse a late group",
+            stage="queue",
+        )
+
+    def _task(self, group_id: int) -> str:
+        return self._prompts.at(group_id).task
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def group_request(config: Config, group_id: int, prompt: Prompt, *, deadline_s: float) -> GroupRequest:
+    """What to ask an engine for: the samples of one prompt, and what else the algorithm needs."""
+    sampling, algorithm = config.sampling, config.algorithm
+    vine = algorithm.advantage == "vine"
+    return GroupRequest(
+        group_id=group_id,
+        prompt=prompt,
+        group_size=sampling.group_size,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_new_tokens=sampling.max_new_tokens,
+        deadline_s=deadline_s,
+        greedy=algorithm.advantage == "remax",
+        branches=algorithm.branches if vine else 0,
+        step_separator=algorithm.step_separator if vine or algorithm.process_rewards else None,
+        max_steps=algorithm.max_steps,
+        agents=config.data.agents,
+    )

@@ -1,0 +1,298 @@
+"""The generation engines of a run: each is started, brought to the newest weights again and again, replaced when it
+fails, and let go when fewer are wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from headway.cluster.crew import Crew, Release
+from headway.cluster.elastic import Concurrency
+from headway.cluster.state import Engine
+from headway.cluster.watch import Waits
+from headway.core.config import Config
+from headway.core.errors import ActorDied, ClusterError, Starved, WeightUpdateFailed
+from headway.core.metrics import Recorder
+
+LONGEST_PAUSE_S = 60.0
+"""Between attempts to start an engine that fails again and again."""
+STOP_DEADLINE_S = 30.0
+
+
+class Engines:
+    """Who serves what, and who is free. `spawn` runs a coroutine beside the learner."""
+
+    def __init__(
+        self,
+        config: Config,
+        crew: Crew,
+        waits: Waits,
+        recorder: Recorder,
+        say: Callable[[str], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._config = config
+        self._crew = crew
+        self._waits = waits
+        self._recorder = recorder
+        self._say = say
+        self._spawn = spawn
+        self.all: dict[int, Engine] = {}
+        self.target = 0
+        self.release: Release | None = None
+        self._concurrency: dict[int, Concurrency] = {}
+        self._free: list[tuple[int, int]] = []
+        """Heap of (running, replica), the least loaded first; entries that are no longer true are passed over."""
+        self._offered: set[tuple[int, int]] = set()
+
+    # ---- who is free ---------------------------------------------------------------------------------------
+
+    def pick(self, admits: Callable[[int], bool]) -> Engine | None:
+        """The least loaded engine whose version is admitted; None without any."""
+        if self.release is None or not admits(self.release.manifest.version):
+            return None
+        passed_over, found = [], None
+        while self._free and found is None:
+            entry = heapq.heappop(self._free)
+            self._offered.discard(entry)
+            engine = self.all.get(entry[1])
+            if engine is None or engine.running != entry[0] or not self._takes_more(engine):
+                continue
+            assert engine.version is not None
+            if admits(engine.version):
+                found = engine
+            else:
+                passed_over.append(engine)
+        for engine in passed_over:
+            self._offer(engine)
+        return found
+
+    def take(self, engine: Engine) -> None:
+        """One more group runs there."""
+        engine.running += 1
+        self._offer(engine)
+
+    def give(self, engine: Engine) -> None:
+        """A group has ended there."""
+        engine.running -= 1
+        self._offer(engine)
+        self._waits.changed("engines")
+
+    def _takes_more(self, engine: Engine) -> bool:
+        return engine.version is not None and not engine.leaving and engine.running < engine.limit
+
+    def _offer(self, engine: Engine) -> None:
+        entry = (engine.running, engine.replica)
+        if self._takes_more(engine) and entry not in self._offered:
+            heapq.heappush(self._free, entry)
+            self._offered.add(entry)
+
+    # ---- how many ------------------------------------------------------------------------------------------
+
+    async def start(self, replicas: int) -> None:
+        """The first engines; returns when all are up. Raises what their start raised."""
+        self.target = replicas
+        first = [self._new() for _ in range(replicas)]
+        await asyncio.gather(*(self._start(engine) for engine in first))
+
+    def keep_all(self) -> None:
+        """From here on every engine is looked after."""
+        for engine in self.all.values():
+            self._look_after(engine)
+
+    def scale(self, replicas: int) -> None:
+        """The run is to have this many engines. Those that leave are the newest."""
+        self.target = replicas
+        staying = sorted(replica for replica, engine in self.all.items() if not engine.leaving)
+        for replica in staying[replicas:]:
+            self.all[replica].leaving = True
+            self._say(f"engine {replica} leaves ({replicas} wanted)")
+        for _ in range(replicas - len(staying)):
+            engine = self._new()
+            self._say(f"engine {engine.replica} joins ({replicas} wanted)")
+            self._look_after(engine)
+        self._waits.changed("engines", "control")
+
+    def _new(self) -> Engine:
+        replica = next(n for n in range(len(self.all) + 1) if n not in self.all)
+        cap = self._config.groups_per_engine
+        self._concurrency[replica] = Concurrency(cap)
+        self.all[replica] = Engine(replica=replica, limit=cap)
+        return self.all[replica]
+
+    def _look_after(self, engine: Engine) -> None:
+        self._spawn(self.keep(engine))
+        self._spawn(self.listen(engine))
+
+    # ---- keep: every engine pulls the newest version -------------------------------------------------------
+
+    def published(self, release: Release) -> None:
+        self.release = release
+        self._waits.changed("release")
+
+    def failed(self, replica: int, incarnation: int, why: object) -> None:
+        """This engine is out of rotation; its keeper starts another one. An earlier incarnation's end is no news."""
+        engine = self.all.get(replica)
+        if engine is None or engine.incarnation != incarnation or not incarnation:
+            return
+        engine.version, engine.incarnation = None, 0
+        self._recorder.inc("headway_actor_restarts_total", label="generation")
+        self._say(f"engine {replica} is replaced: {why}")
+        self._waits.changed("engines")
+
+    def failed_with(self, death: ActorDied) -> None:
+        if death.role == "generation":
+            self.failed(death.replica, death.incarnation, death)
+
+    async def keep(self, engine: Engine) -> None:
+        """One engine until it leaves. Waits for: a newer release. Pulling means that an engine which starts late needs
+        nothing but the newest one."""
+        failures = 0
+        while not engine.leaving:
+            incarnation = engine.incarnation
+            try:
+                if not engine.incarnation:
+                    await self._start(engine)
+                    continue
+                release = await self._next_release(engine)
+                if release is None:
+                    continue
+                await self._waits.within(
+                    self._crew.update_engine(engine.replica, release),
+                    who=f"engine {engine.replica}",
+                    what=f"weights of version {release.manifest.version}",
+                    stage="weights",
+                    deadline_s=self._config.generation.update_deadline_s,
+                )
+                if engine.incarnation == incarnation:
+                    engine.version = release.manifest.version
+                    self._offer(engine)
+                    self._waits.changed("engines")
+                    failures = 0
+            except (ActorDied, ClusterError, Starved, WeightUpdateFailed) as failure:
+                failures += 1
+                if incarnation:
+                    self._recorder.inc("headway_weight_sync_failures_total")
+                    self.failed(engine.replica, incarnation, failure)
+                else:
+                    self._say(f"engine {engine.replica} did not start (attempt {failures}): {failure}")
+                if failures > 1:
+                    await asyncio.sleep(min(2.0**failures, LONGEST_PAUSE_S))
+        await self._leave(engine)
+
+    async def _start(self, engine: Engine) -> None:
+        deadline_s = self._config.generation.start_deadline_s
+        engine.incarnation = await self._waits.within(
+            self._crew.start_engine(engine.replica),
+            who=f"engine {engine.replica}",
+            what="its processes to start",
+            stage="start",
+            deadline_s=deadline_s + self._config.cluster.placement_deadline_s,
+        )
+
+    async def _next_release(self, engine: Engine) -> Release | None:
+        """A release that this engine lacks; None when it has failed or leaves, or to look again."""
+
+        def news() -> Release | bool | None:
+            if engine.leaving or not engine.incarnation:
+                return False
+            newest = self.release
+            behind = newest is not None and (
+                engine.version is None or engine.version < newest.manifest.version
+            )
+            return newest if behind else None
+
+        try:
+            found = await self._waits.until(
+                news,
+                who=f"engine {engine.replica}",
+                what="a newer weight version",
+                stage="weights",
+                deadline_s=self._config.run.no_progress_deadline_s,
+                on=("release", "engines"),
+            )
+        except Starved:
+            return None  # whether that is a fault is for the progress deadline to say
+        return found or None
+
+    async def listen(self, engine: Engine) -> None:
+        """Asks for a report on every heartbeat: takes its metrics and adapts its concurrency. An engine that does not
+        answer is replaced."""
+        while self.all.get(engine.replica) is engine:
+            await asyncio.sleep(self._config.metrics.heartbeat_s)
+            incarnation = engine.incarnation
+            if engine.version is None or not incarnation:
+                continue
+            try:
+                report = await self._waits.within(
+                    self._crew.report(engine.replica),
+                    who="heartbeat",
+                    what=f"engine {engine.replica}'s report",
+                    stage="metrics",
+                    deadline_s=self._config.generation.answer_deadline_s,
+                )
+            except (ActorDied, Starved) as failure:
+                self.failed(engine.replica, incarnation, failure)
+                continue
+            limit = self._concurrency[engine.replica].observe(
+                report.kv_cache_usage, report.preemptions, engine.running
+            )
+            if limit > engine.limit:
+                engine.limit = limit
+                self._offer(engine)
+                self._waits.changed("engines")
+            engine.limit = limit
+            self._recorder.set("headway_engine_concurrency_groups", engine.limit, label=str(engine.replica))
+            self._recorder.extend(report.updates)
+
+    # ---- leave ---------------------------------------------------------------------------------------------
+
+    async def _leave(self, engine: Engine) -> None:
+        """Lets it finish its groups for a while, takes the unfinished ones from it, and ends it."""
+        try:
+            if engine.incarnation and not await self._idle(engine, self._config.generation.drain_s):
+                await self._waits.within(
+                    self._crew.hand_back(engine.replica),
+                    who=f"engine {engine.replica}",
+                    what="its unfinished groups to stop",
+                    stage="engine",
+                    deadline_s=STOP_DEADLINE_S,
+                )
+                await self._idle(engine, STOP_DEADLINE_S)
+        except (ActorDied, Starved) as failure:
+            self._say(f"engine {engine.replica} failed while it left: {failure}")
+        engine.version = None
+        try:
+            await self._waits.within(
+                self._crew.stop_engine(engine.replica),
+                who=f"engine {engine.replica}",
+                what="its processes to end",
+                stage="engine",
+                deadline_s=STOP_DEADLINE_S,
+            )
+        except (ActorDied, Starved) as failure:
+            self._say(f"engine {engine.replica} did not end cleanly: {failure}")
+        del self.all[engine.replica]
+        self._say(f"engine {engine.replica} has left")
+        self._waits.changed("engines", "control")
+
+    async def _idle(self, engine: Engine, deadline_s: float) -> bool:
+        if not engine.running or not deadline_s:
+            return not engine.running
+        try:
+            return await self._waits.until(
+                lambda: not engine.running or None,
+                who=f"engine {engine.replica}",
+                what="its groups to end before it leaves",
+                stage="engine",
+                deadline_s=deadline_s,
+                on=("engines",),
+            )
+        except Starved:
+            return False
+
+    @property
+    def serving(self) -> int:
+        return sum(engine.version is not None for engine in self.all.values())
