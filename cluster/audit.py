@@ -2,49 +2,133 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 
 @dataclass(kw_only=True)
-class LengthAudit:
-    """Response lengths of the whole run, in tokens; memory is bounded by the number of different lengths."""
+class Audit:
+    """Of the whole run, each group once. A group counts as sampled when it ends, so that one whose rows were lost and
+    made again is not seen twice, and one that still waits is not taken for one that was passed over.
 
-    sampled: Counter[int] = field(default_factory=Counter)
-    """Of every finished group, dropped ones included."""
-    trained: Counter[int] = field(default_factory=Counter)
+    Rewards are kept to two significant digits, because a reward model gives almost every response its own; lengths to
+    three, because they are compared after every step. So memory and time stay bounded however long the run is, and a
+    difference that no digit shows is no bias that matters.
+    """
 
-    def ks(self) -> float:
-        """Kolmogorov-Smirnov distance of the two distributions: the largest difference of their cumulative shares, in
-        [0, 1]; 0 while one of them is empty."""
-        totals = self.sampled.total(), self.trained.total()
-        if not all(totals):
+    sampled_lengths: Counter[int] = field(default_factory=Counter)
+    """Tokens of the responses of every group that finished and ended, dropped ones included."""
+    trained_lengths: Counter[int] = field(default_factory=Counter)
+    unfinished: int = 0
+    """Responses of groups that were dropped before they finished: sampled, and longer than any that finished."""
+    sampled_rewards: Counter[float] = field(default_factory=Counter)
+    """Of scored responses."""
+    trained_rewards: Counter[float] = field(default_factory=Counter)
+    dispatched_tasks: Counter[str] = field(default_factory=Counter)
+    """Kinds of task of the groups that were issued."""
+    trained_tasks: Counter[str] = field(default_factory=Counter)
+
+    def dispatch(self, task: str) -> None:
+        """A group was issued for the first time."""
+        self.dispatched_tasks[task] += 1
+
+    def train(self, task: str, lengths: Iterable[int], rewards: Iterable[float]) -> None:
+        """A group was trained."""
+        self.trained_tasks[task] += 1
+        lengths, rewards = [_three_digits(n) for n in lengths], _rounded(rewards)
+        self.sampled_lengths.update(lengths)
+        self.trained_lengths.update(lengths)
+        self.sampled_rewards.update(rewards)
+        self.trained_rewards.update(rewards)
+
+    def drop(self, lengths: Iterable[int], rewards: Iterable[float]) -> None:
+        """A finished group was dropped."""
+        self.sampled_lengths.update(map(_three_digits, lengths))
+        self.sampled_rewards.update(_rounded(rewards))
+
+    def give_up(self, num_responses: int) -> None:
+        """A group was dropped before it finished. How long it would have become is unknown, but not that it took longer:
+        left out, the loss of the longest answers would not show."""
+        self.unfinished += num_responses
+
+    def length_ks(self) -> float:
+        return _ks(self.sampled_lengths, self.trained_lengths, self.unfinished)
+
+    def reward_ks(self) -> float:
+        return _ks(self.sampled_rewards, self.trained_rewards)
+
+    def task_distance(self) -> float:
+        """Total variation distance, in [0, 1]: the share of one distribution that would have to move to make the other;
+        0 while one of them is empty."""
+        dispatched, trained = self.dispatched_tasks.total(), self.trained_tasks.total()
+        if not dispatched or not trained:
             return 0.0
-        largest, below_sampled, below_trained = 0.0, 0, 0
-        for length in sorted(self.sampled | self.trained):
-            below_sampled += self.sampled[length]
-            below_trained += self.trained[length]
-            largest = max(largest, abs(below_sampled / totals[0] - below_trained / totals[1]))
-        return largest
+        apart = (
+            abs(number / dispatched - self.trained_tasks[task] / trained)
+            for task, number in self.dispatched_tasks.items()
+        )
+        return sum(apart) / 2
 
     def record(self) -> dict[str, Any]:
-        """For `metrics.jsonl`: mean lengths and their distance."""
+        """For `metrics.jsonl`: mean lengths of finished responses, and how far the distributions are apart."""
         return {
-            "length_ks": self.ks(),
-            "sampled_mean": _mean(self.sampled),
-            "trained_mean": _mean(self.trained),
+            "length_ks": self.length_ks(),
+            "reward_ks": self.reward_ks(),
+            "task_distance": self.task_distance(),
+            "sampled_mean": _mean(self.sampled_lengths),
+            "trained_mean": _mean(self.trained_lengths),
+            "unfinished": self.unfinished,
         }
 
-    def state(self) -> dict[str, list[tuple[int, int]]]:
+    def state(self) -> dict[str, Any]:
         """As JSON values."""
-        return {"sampled": sorted(self.sampled.items()), "trained": sorted(self.trained.items())}
+        return {
+            name: sorted(value.items()) if isinstance(value, Counter) else value
+            for name, value in vars(self).items()
+        }
 
     @classmethod
-    def resume(cls, state: dict[str, list[tuple[int, int]]]) -> LengthAudit:
-        return cls(sampled=Counter(dict(state["sampled"])), trained=Counter(dict(state["trained"])))
+    def resume(cls, state: dict[str, Any]) -> Audit:
+        audit = cls()
+        for name, value in state.items():
+            setattr(audit, name, Counter(dict(value)) if isinstance(value, list) else value)
+        return audit
+
+
+def _ks(sampled: Counter[Any], trained: Counter[Any], above: int = 0) -> float:
+    """Kolmogorov-Smirnov distance of the two distributions: the largest difference of their cumulative shares, in
+    [0, 1]; 0 while one of them is empty. `above`: further samples, larger than every value. What was trained was sampled.
+    """
+    num_sampled, num_trained = sampled.total() + above, trained.total()
+    if not num_sampled or not num_trained:
+        return 0.0
+    largest, below_sampled, below_trained = 0.0, 0, 0
+    for value in sorted(sampled):
+        below_sampled += sampled[value]
+        below_trained += trained[value]
+        largest = max(largest, abs(below_sampled / num_sampled - below_trained / num_trained))
+    return largest
 
 
 def _mean(lengths: Counter[int]) -> float | None:
     total = lengths.total()
     return sum(length * count for length, count in lengths.items()) / total if total else None
+
+
+def _rounded(rewards: Iterable[float]) -> list[float]:
+    """A NaN has no place in an order; the learner reports it."""
+    return [_two_digits(reward) for reward in rewards if not math.isnan(reward)]
+
+
+@lru_cache(maxsize=4096)
+def _three_digits(length: int) -> int:
+    return length if length < 1000 else int(float(f"{length:.3g}"))
+
+
+@lru_cache(maxsize=4096)
+def _two_digits(reward: float) -> float:
+    return float(f"{reward:.2g}")

@@ -65,8 +65,8 @@ class Dispatcher:
         self.version = 0
         """The learner's."""
         self.stopping = False
-        self.blocked_s = 0.0
-        """Time in which nothing could start because of the lag bound or the queue's size; whoever reads it resets it."""
+        self._blocked_s = 0.0
+        self._blocked_since: float | None = None
 
     async def run(self) -> None:
         """Waits for: room under the bound, in the queue, and on an engine. Unblocked by: every group that ends, every
@@ -82,7 +82,9 @@ class Dispatcher:
             self._spawn(self._roll(group, engine))
 
     async def _wait(self) -> Engine | None:
-        stage, began = self._blocked_by(), self._now()
+        stage = self._blocked_by()
+        if stage != "engine":
+            self._blocked_since = self._now()
         try:
             return await self._waits.until(
                 self._free_engine,
@@ -95,8 +97,18 @@ class Dispatcher:
         except Starved:
             return None  # whether that is a fault is for the progress deadline to say
         finally:
-            if stage != "engine":
-                self.blocked_s += self._now() - began
+            self._blocked_s += self._blocked_until_now()
+            self._blocked_since = None
+
+    def take_blocked_s(self) -> float:
+        """Time since the last call in which nothing could start because of the lag bound or the queue's size."""
+        blocked, self._blocked_s = self._blocked_s + self._blocked_until_now(), 0.0
+        if self._blocked_since is not None:
+            self._blocked_since = self._now()
+        return blocked
+
+    def _blocked_until_now(self) -> float:
+        return 0.0 if self._blocked_since is None else self._now() - self._blocked_since
 
     def _blocked_by(self) -> str:
         gate = self._groups.gate

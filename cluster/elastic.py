@@ -46,39 +46,44 @@ class Concurrency:
             if running <= self.limit:
                 self._hold -= 1
         elif pushed_out:
-            self.limit = max(1, round(DECREASE * min(ran, self.limit)))
+            self.limit = round(DECREASE * min(ran, self.limit))  # of one group, one stays
             self._hold = HOLD
         elif kv_cache_usage <= FULL and running >= self.limit:
             self.limit = min(self.cap, self.limit + 1)
         return self.limit
 
 
+COOLDOWN = 5
 WINDOW = 5
-"""Steps."""
-MEMORY = 200
-"""Steps."""
+MEMORY = 300
+"""Optimizer steps, all three."""
 STARVING = 0.2
 FED = 0.02
-BLOCKED = 0.2
+SHORT = 0.5
 
 
 class Autoscaler:
     """Engines that the run is to have, between `lowest` and `highest`.
 
-    The learner's waiting share says whether engines are missing, and the blocked share (of the time, dispatch stood
-    still because the version-lag bound or the queue was full) whether engines are idle. Every `WINDOW` steps with the
-    same number of engines, hence at least that long after each change:
+    Two shares of the time of the last `WINDOW` steps decide: that for which the learner waited for groups, and that for
+    which dispatch stood still because the version-lag bound or the queue was full, so that engines may have idled.
+    The first `COOLDOWN` steps after the number has changed show the change and not its result, and are left out.
 
-    * one more when the learner waited for more than 0.2 of the time and dispatch was blocked for less than 0.2;
-    * one fewer when it waited for less than 0.02 and dispatch was blocked for more than 1 / engines: n engines that make
-      what m < n could are blocked for at least 1 - m / n, so below 1 / n the last engine is needed.
+    * One more when the learner waited for more than 0.2 of the time, and for less than half of that wait dispatch was
+      blocked: otherwise the bound is short and not the engines, and one more would get no groups.
+    * One fewer when the learner waited for less than 0.02 and dispatch was blocked for more than 1 / engines. Where m of
+      n engines would do, they idle for 1 - m / n of the time and dispatch is blocked at least as long: for more than
+      1 / n as soon as one is too many.
 
-    A number that starved the learner is not tried again for `MEMORY` steps. Else two engines, of which one and a half are
-    needed, would come and go forever. What it ends at keeps the learner busy for at least 0.8 of the time.
+    So where the learner is never short of groups from m engines on (no whole number), a run that starts small ends at the
+    first number from 0.8 m on, and one that starts large at m rounded up at the latest. As the bound can keep dispatch
+    blocked though all engines are needed, a shrinking can fail; a number that starved the learner is not tried again for
+    `MEMORY` steps. Otherwise two engines, where one and a half are needed, would come and go forever.
 
-    When both wait, the learner for groups and dispatch for the learner, the bound is short and not the engines, and
-    nothing changes. So it is at `max_version_lag=0`: while a step is trained nothing may start, and then the learner
-    waits for the whole of generation. More engines come only while groups wait for a place on one for most of the step.
+    At `max_version_lag=0` both shares are always large: nothing starts while a step is trained, and then the learner
+    waits for all that started. So what counts is whether dispatch was blocked while the learner waited. Between two
+    versions dispatch is free first and blocked last, the learner waits first and trains last: of the blocked time, what
+    exceeds the training lies in the wait.
     """
 
     def __init__(self, lowest: int, highest: int) -> None:
@@ -87,30 +92,33 @@ class Autoscaler:
         self.lowest = lowest
         self.highest = highest
         self._target = 0
-        self._recent: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
+        self._steps: deque[tuple[float, float, float]] = deque(maxlen=COOLDOWN + WINDOW)
+        """Waited, total and blocked time of the last steps with this target (seconds)."""
         self._too_few = 0
         self._memory = 0
 
     def step(self, *, waited_s: float, total_s: float, blocked_s: float, target: int) -> int:
-        """Engines wanted from now on; call it after every optimizer step that `target` live engines fed.
+        """Engines wanted from now on; to be called after every optimizer step that `target` live engines fed.
 
         `waited_s`: the learner's wait for groups; `total_s`: the whole step; `blocked_s`: time in which dispatch stood
-        still because the bound or the queue was full. `target`: engines that are wanted now, whoever said so.
+        still because the bound or the queue was full, whether or not an engine had a place. `target`: engines that are
+        wanted now, whoever said so; one outside of the limits is brought inside at once.
         """
         if target != self._target:
             self._target = target
-            self._recent.clear()
-        self._recent.append((waited_s, total_s, blocked_s))
+            self._steps.clear()
+        self._steps.append((waited_s, total_s, blocked_s))
         self._memory = max(0, self._memory - 1)
         if not self.lowest <= target <= self.highest:
             return min(max(target, self.lowest), self.highest)
-        waited, total, blocked = (sum(column) for column in zip(*self._recent, strict=True))
-        if len(self._recent) < WINDOW or total <= 0:
+        if len(self._steps) < COOLDOWN + WINDOW:
             return target
-        if waited / total > STARVING and blocked / total < BLOCKED:
+        waited, total, blocked = (sum(column) for column in zip(*list(self._steps)[-WINDOW:], strict=True))
+        blocked_waiting = blocked - (total - waited)
+        if waited > STARVING * total and blocked_waiting < SHORT * waited and target < self.highest:
             self._too_few, self._memory = target, MEMORY
-            return min(target + 1, self.highest)
+            return target + 1
         remembered = self._memory > 0 and target - 1 <= self._too_few
-        if waited / total < FED and blocked / total > 1 / target and not remembered:
-            return max(target - 1, self.lowest)
+        if waited < FED * total and blocked * target > total and target > self.lowest and not remembered:
+            return target - 1
         return target

@@ -215,7 +215,7 @@ class Engines:
             )
         except Starved:
             return None  # whether that is a fault is for the progress deadline to say
-        return found or None
+        return found if isinstance(found, Release) else None
 
     async def listen(self, engine: Engine) -> None:
         """Asks for a report on every heartbeat: takes its metrics and adapts its concurrency. An engine that does not

@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import itertools
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -19,15 +20,23 @@ from prometheus_client.registry import Collector
 
 from headway.core.metrics import BY_NAME, METRICS, Update
 
+PORTS = 100
+"""Ports that are tried, from the configured one on."""
+RETRY_S = 0.1
+
 
 class Exporter(Collector):
     """Holds every series of the metric table, from the start at zero, and serves them over HTTP."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values: dict[tuple[str, str], float] = {}
-        self._histograms: dict[tuple[str, str], tuple[list[int], float]] = {}
+        self._values: dict[tuple[str, str], float]
+        self._histograms: dict[tuple[str, str], tuple[list[int], float]]
         self._server: WSGIServer | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._values, self._histograms = {}, {}
         for metric in METRICS:
             for label in metric.values or (() if metric.label else ("",)):
                 if metric.kind == "histogram":
@@ -35,18 +44,25 @@ class Exporter(Collector):
                 else:
                     self._values[metric.name, label] = 0.0
 
-    def serve(self, host: str, port: int) -> int:
-        """Starts the endpoint; takes the next free port when this one is taken. Returns the port."""
+    def serve(self, host: str, port: int, wait_s: float = 0.0) -> int:
+        """Starts the endpoint; takes the next free port when this one is still taken after `wait_s`. Returns the
+        port."""
         registry = CollectorRegistry()
         registry.register(self)
-        for candidate in range(port, port + 100) if port else (0,):
+        end = time.monotonic() + wait_s
+        candidate = port
+        while candidate < port + PORTS:
             try:
                 self._server, _ = start_http_server(candidate, addr=host, registry=registry)
                 return self._server.server_port
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
-        raise OSError(errno.EADDRINUSE, f"no free port between {port} and {port + 99}")
+            if time.monotonic() < end:
+                time.sleep(RETRY_S)
+            else:
+                candidate += 1
+        raise OSError(errno.EADDRINUSE, f"no free port between {port} and {port + PORTS - 1}")
 
     def apply(self, updates: list[Update]) -> None:
         """Adds counters and histograms, sets gauges."""
@@ -71,27 +87,34 @@ class Exporter(Collector):
             return self._values[name, label]
 
     def state(self) -> dict[str, Any]:
-        """Counters and histograms as JSON values, for a checkpoint."""
+        """Every series as JSON values."""
         with self._lock:
-            return {
-                "counters": [
+            by_kind = {"counters": "counter", "gauges": "gauge"}
+            values = {
+                group: [
                     [name, label, value]
                     for (name, label), value in self._values.items()
-                    if BY_NAME[name].kind == "counter"
-                ],
-                "histograms": [
-                    [name, label, counts, total]
-                    for (name, label), (counts, total) in self._histograms.items()
-                ],
+                    if BY_NAME[name].kind == kind
+                ]
+                for group, kind in by_kind.items()
             }
+            histograms = [
+                [name, label, list(counts), total]
+                for (name, label), (counts, total) in self._histograms.items()
+            ]
+        return {**values, "histograms": histograms}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Counters and histograms go on from a checkpoint, so that `rate()` never sees them fall."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Replaces every series by those of a state; what it lacks starts anew. Metrics, labels and buckets of another
+        version of the table are left out."""
         with self._lock:
-            for name, label, value in state["counters"]:
-                self._values[name, label] = value
-            for name, label, counts, total in state["histograms"]:
-                if name in BY_NAME and len(counts) == len(BY_NAME[name].buckets) + 1:
+            self._reset()
+            for kind, group in (("counter", "counters"), ("gauge", "gauges")):
+                for name, label, value in state.get(group, ()):
+                    if _is_known(name, label, kind):
+                        self._values[name, label] = value
+            for name, label, counts, total in state.get("histograms", ()):
+                if _is_known(name, label, "histogram") and len(counts) == len(BY_NAME[name].buckets) + 1:
                     self._histograms[name, label] = (list(counts), total)
 
     def collect(self) -> Iterator[Metric]:
@@ -123,3 +146,11 @@ class Exporter(Collector):
         if self._server:
             self._server.shutdown()
             self._server.server_close()
+
+
+def _is_known(name: str, label: str, kind: str) -> bool:
+    """Whether the table has this series. A label without listed values may have any."""
+    metric = BY_NAME.get(name)
+    if metric is None or metric.kind != kind:
+        return False
+    return label in metric.values if metric.values else bool(label) == bool(metric.label)

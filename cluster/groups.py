@@ -1,15 +1,16 @@
-"""The driver's books on prompt groups: ledger, gate, room in the queue and audits, kept in step with one another."""
+"""The driver's books on prompt groups: ledger, gate, backlog, room in the queue and audits, kept in step with one
+another."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.cluster.audit import LengthAudit
-from headway.cluster.gate import Cut, Finished, Gate, cut_batch
+from headway.cluster.audit import Audit
+from headway.cluster.gate import Backlog, Cut, Gate
+from headway.cluster.lag_bound import LagBound
 from headway.cluster.ledger import Ledger
 from headway.cluster.queue import Receipt, Room, group_bytes
 from headway.cluster.state import Group
@@ -26,30 +27,47 @@ class Groups:
     ) -> None:
         self._config = config
         self._recorder = recorder
+        self._responses = config.sampling.group_size * max(1, len(config.data.agents))
         self.ledger = ledger
         self.gate = gate
+        self.backlog = Backlog(
+            groups_per_step=config.learner.groups_per_step,
+            steps_per_batch=config.learner.steps_per_batch,
+            max_version_lag=config.lag.max_version_lag,
+            max_trained_lag=config.max_trained_lag,
+            policy=config.lag.policy,
+        )
         self.room = Room(
             max_groups=config.queue.max_groups,
             max_bytes=config.queue.max_mib << 20,
-            group_bytes=group_bytes(
-                config.sampling.group_size * max(1, len(config.data.agents)),
-                longest_prompt,
-                config.sampling.max_new_tokens,
-            ),
+            group_bytes=group_bytes(self._responses, longest_prompt, config.sampling.max_new_tokens),
         )
-        self.audit = LengthAudit()
+        self.audit = Audit()
+        self.lag_bound = LagBound(
+            config.lag.max_version_lag, config.lag.ess_floor, config.learner.steps_per_batch - 1
+        )
         self.live: dict[int, Group] = {}
         self.reissue: deque[int] = deque()
-        """Groups that a resumed run has to issue again."""
+        """Groups that have to be issued again: they ran when the run was resumed, or their rows were lost."""
+        self._tasks: dict[int, str] = {}
+        """Kinds of task of the groups in `live` and `reissue`."""
         self._ended = [0.0, 0]
         """Sum and number of the rewards of groups that were trained or dropped since the last step."""
         self._without_signal: Counter[float] = Counter()
         """Dropped since the last group with signal, by their reward."""
+        self._distances: dict[str, float] | None = None
+        """Of the audit, as of the last batch."""
+        self._set_bound()
 
     @classmethod
     def new(cls, config: Config, longest_prompt: int, journal: Path, recorder: Recorder) -> Groups:
         """Of a run that starts."""
-        return cls(config, longest_prompt, Ledger(path=journal), Gate(**_limits(config)), recorder)
+        return cls(config, longest_prompt, Ledger(path=journal), _gate(config), recorder)
+
+    @classmethod
+    def nothing(cls, config: Config, longest_prompt: int) -> dict[str, Any]:
+        """The `state` of a run that has issued no group."""
+        return cls(config, longest_prompt, Ledger(), _gate(config), Recorder()).state()
 
     @classmethod
     def resume(
@@ -72,47 +90,72 @@ class Groups:
         ledger = Ledger.resume(state["ledger"], path=journal, version=version)
         known = [receipt for receipt in receipts if receipt.group_id in ledger.live]
         ledger.restate(finished={receipt.group_id for receipt in known})
-        gate = Gate.resume(version=version, queued=len(known), **_limits(config))
-        groups = cls(config, longest_prompt, ledger, gate, recorder)
-        groups.audit = LengthAudit.resume(state["audit"])
+        groups = cls(config, longest_prompt, ledger, _gate(config, version, len(known)), recorder)
+        groups.audit = Audit.resume(state["audit"])
+        groups.lag_bound.resume(state["lag_bound"])
+        groups._set_bound()
+        groups._tasks = {int(group_id): task for group_id, task in state["tasks"].items()}
         for receipt in known:
-            group = Group(
-                group_id=receipt.group_id,
+            group_id = receipt.group_id
+            groups.live[group_id] = Group(
+                group_id=group_id,
+                task=groups._tasks[group_id],
                 since_version=receipt.oldest_version,
-                dispatched=time.monotonic(),
+                dispatched=0.0,  # on the clock of another process; a finished group has no deadline any more
                 receipt=receipt,
                 finished_at_version=version,
             )
-            groups.live[receipt.group_id] = group
+            groups.backlog.start(group_id, receipt.oldest_version)
+            groups.backlog.finish(group_id, receipt.oldest_version, receipt.newest_version)
             groups._enter_queue(receipt)
         groups.reissue.extend(sorted(group_id for group_id in ledger.live if group_id not in groups.live))
         return groups, [receipt.group_id for receipt in receipts if receipt.group_id not in groups.live]
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, as JSON values."""
-        return {"ledger": self.ledger.state(), "audit": self.audit.state()}
+        return {
+            "ledger": self.ledger.state(),
+            "audit": self.audit.state(),
+            "lag_bound": self.lag_bound.state(),
+            "tasks": {str(group_id): task for group_id, task in self._tasks.items()},
+        }
 
-    def issue(self, engine_version: int) -> Group:
-        """A group that starts on an engine which serves this version."""
+    def issue(self, engine_version: int, task: Callable[[int], str], now: float) -> Group:
+        """A group that starts, at time `now`, on an engine which serves this version. `task` says the kind of task of a
+        group id."""
         if self.reissue:
             group_id = self.reissue.popleft()
+            self._recorder.inc("headway_groups_reissued_total")
         else:
             group_id = self.ledger.issue()
+            self._tasks[group_id] = task(group_id)
+            self.audit.dispatch(self._tasks[group_id])
             self._recorder.inc("headway_groups_total", label="issued")
-        group = Group(group_id=group_id, since_version=engine_version, dispatched=time.monotonic())
+        group = Group(
+            group_id=group_id, task=self._tasks[group_id], since_version=engine_version, dispatched=now
+        )
         self.live[group_id] = group
+        self.backlog.start(group_id, engine_version)
         self.gate.start()
         return group
+
+    def restart(self, group: Group, engine_version: int, now: float) -> None:
+        """A running group whose actor died starts over, at an engine that serves its version or a newer one."""
+        assert engine_version >= group.since_version, (engine_version, group)
+        self.ledger.restart(group.group_id)
+        self.backlog.restart(group.group_id, engine_version)
+        group.since_version, group.dispatched = engine_version, now
+        self._recorder.inc("headway_groups_reissued_total")
 
     def finish(self, group: Group, receipt: Receipt, version: int) -> str | None:
         """The group lies in the queue, the learner being at `version`. Returns why it is not to be trained, if so."""
         group.receipt, group.finished_at_version = receipt, version
         self.ledger.finish(group.group_id)
+        self.backlog.finish(group.group_id, receipt.oldest_version, receipt.newest_version)
         self.gate.finish()
         self._enter_queue(receipt)
         self._recorder.inc("headway_groups_total", label="finished")
         self._recorder.observe("headway_sampled_response_tokens", receipt.response_lengths)
-        self.audit.sampled.update(receipt.response_lengths)
         if receipt.num_scored < min(2, self._config.sampling.group_size):
             return "verifier_failed" if receipt.num_scored == 0 else "group_too_small"
         if not self._config.algorithm.dynamic_sampling:
@@ -123,46 +166,73 @@ class Groups:
         self._without_signal[receipt.equal_reward] += 1
         return "no_signal"
 
+    def lose(self, group_ids: Iterable[int]) -> None:
+        """The rows of these finished groups died with the queue: they are issued again, before any other."""
+        again = sorted(group_ids)
+        for group_id in again:
+            group = self.live[group_id]
+            assert group.receipt is not None, group
+            self.ledger.lose(group_id)
+            self.gate.reject(finished=True)
+            self._forget(group)
+            self._leave_queue(group.receipt)
+        self.reissue.extendleft(reversed(again))
+
     def drop(self, group: Group, reason: str) -> None:
-        del self.live[group.group_id]
         self.ledger.drop(group.group_id, reason)
         self.gate.reject(finished=group.receipt is not None)
-        if group.receipt is not None:
+        self._forget(group)
+        del self._tasks[group.group_id]
+        if group.receipt is None:
+            self.audit.give_up(self._responses)
+        else:
+            self.audit.drop(group.receipt.response_lengths, group.receipt.rewards)
             self._end(group.receipt)
         self._recorder.inc("headway_groups_total", label="dropped")
         self._recorder.inc("headway_groups_dropped_total", label=reason)
 
     def cut(self, version: int) -> Cut:
         """What a learner at `version` does next."""
-        return cut_batch(
-            [
-                Finished(group_id=group.group_id, oldest_version=group.receipt.oldest_version)
-                for group in self.live.values()
-                if group.receipt is not None
-            ],
-            {g.group_id: g.since_version for g in self.live.values() if g.receipt is None},
-            version=version,
-            groups_per_step=self._config.learner.groups_per_step,
-            steps_per_batch=self._config.learner.steps_per_batch,
-            max_version_lag=self._config.lag.max_version_lag,
-        )
+        return self.backlog.cut(version)
 
     def train(self, batch: Sequence[Group], version: int) -> None:
         """The batch, taken up at `version`, is part of the weights from here on."""
+        lags: dict[str, list[int]] = {"total": [], "queue": [], "generation": []}
         for position, group in enumerate(batch):
-            assert group.receipt is not None
+            receipt = group.receipt
+            assert receipt is not None, group
             trained_at = version + position // self._config.learner.groups_per_step
-            lag = trained_at - group.receipt.oldest_version
-            assert 0 <= lag <= self._config.lag.max_version_lag, (lag, group)
+            lag = self._trained_lag(receipt, trained_at)
             queue_lag = trained_at - group.finished_at_version
-            self._recorder.observe("headway_version_lag_steps", [lag], label="total")
-            self._recorder.observe("headway_version_lag_steps", [queue_lag], label="queue")
-            self._recorder.observe("headway_version_lag_steps", [lag - queue_lag], label="generation")
+            lags["total"].append(lag)
+            lags["queue"].append(queue_lag)
+            lags["generation"].append(lag - queue_lag)
             self.ledger.train(group.group_id, trained_at + 1)
-            self._recorder.inc("headway_groups_total", label="trained")
-            self.audit.trained.update(group.receipt.response_lengths)
-            self._end(group.receipt)
-            del self.live[group.group_id]
+            self._forget(group)
+            del self._tasks[group.group_id]
+            self.audit.train(group.task, receipt.response_lengths, receipt.rewards)
+            self._end(receipt)
+        for phase, steps in lags.items():
+            self._recorder.observe("headway_version_lag_steps", steps, label=phase)
+        self._recorder.inc("headway_groups_total", len(batch), label="trained")
+        self._distances = None
+
+    def _trained_lag(self, receipt: Receipt, trained_at: int) -> int:
+        """Lag of the group's oldest token that is in the loss: older ones are left out where the lag policy allows them
+        to exist. The last check on the bound."""
+        limit = self._config.max_trained_lag
+        whole = self._config.lag.policy in ("pace", "drop")
+        assert receipt.newest_version <= trained_at, (trained_at, receipt)
+        assert trained_at - (receipt.oldest_version if whole else receipt.newest_version) <= limit, (
+            trained_at,
+            receipt,
+        )
+        return min(trained_at - receipt.oldest_version, limit)
+
+    def observe_ess(self, ess_fraction: float | None) -> None:
+        """Moves the effective bound by the importance ESS fraction of an optimizer step."""
+        self.lag_bound.observe(ess_fraction)
+        self._set_bound()
 
     def no_signal(self, version: int) -> NoSignal | None:
         """Set once `dynamic_sampling_tries` batches' worth of groups in a row had equal rewards."""
@@ -184,28 +254,48 @@ class Groups:
         return total / number if number else None
 
     def observe(self) -> None:
-        """Gauges of the moment."""
+        """Gauges of the moment; those of the audit are of the last batch."""
         self._recorder.set("headway_groups_running", self.gate.running)
         self._recorder.set("headway_queue_groups", self.room.queued_groups)
         self._recorder.set("headway_queue_bytes", self.room.queued_bytes)
-        self._recorder.set("headway_audit_length_ks", self.audit.ks())
+        if self._distances is None:
+            self._distances = {
+                "headway_audit_length_ks": self.audit.length_ks(),
+                "headway_audit_reward_ks": self.audit.reward_ks(),
+                "headway_audit_task_distance": self.audit.task_distance(),
+            }
+        for name, distance in self._distances.items():
+            self._recorder.set(name, distance)
+
+    def _set_bound(self) -> None:
+        self.gate.bound = self.lag_bound.bound
+        self._recorder.set("headway_effective_version_lag_steps", self.gate.bound)
 
     def _enter_queue(self, receipt: Receipt) -> None:
         self.room.queued_groups += 1
         self.room.queued_bytes += receipt.num_bytes
 
+    def _leave_queue(self, receipt: Receipt) -> None:
+        self.room.queued_groups -= 1
+        self.room.queued_bytes -= receipt.num_bytes
+
     def _end(self, receipt: Receipt) -> None:
         """The group leaves the queue for good."""
         self._ended[0] += receipt.reward_sum
         self._ended[1] += receipt.num_scored
-        self.room.queued_groups -= 1
-        self.room.queued_bytes -= receipt.num_bytes
+        self._leave_queue(receipt)
+
+    def _forget(self, group: Group) -> None:
+        del self.live[group.group_id]
+        self.backlog.remove(group.group_id)
 
 
-def _limits(config: Config) -> dict[str, int]:
-    return {
-        "groups_per_step": config.learner.groups_per_step,
-        "max_version_lag": config.lag.max_version_lag,
-        "max_running": config.max_groups_running,
-        "total_groups": config.run.steps * config.learner.groups_per_step,
-    }
+def _gate(config: Config, version: int = 0, queued: int = 0) -> Gate:
+    """The gate of a run that has applied `version` steps and holds `queued` finished groups."""
+    return Gate.resume(
+        version=version,
+        queued=queued,
+        groups_per_step=config.learner.groups_per_step,
+        total_groups=config.run.steps * config.learner.groups_per_step,
+        bound=config.lag.max_version_lag,
+    )

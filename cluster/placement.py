@@ -3,32 +3,55 @@ group of its own, and turning the plain role classes into Ray actors."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
+import math
 import os
 import socket
 import sys
 import tempfile
-from dataclasses import dataclass
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version as package_version
+from inspect import getmembers, iscoroutinefunction
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from headway.actors.critic import CriticActor
-from headway.actors.generation import GenerationActor
-from headway.actors.policy import PolicyActor
-from headway.actors.reference import ReferenceActor
-from headway.actors.verifier import VerifierWorker
-from headway.cluster.exporter import Exporter
-from headway.cluster.queue import RolloutQueue
 from headway.core.config import Config, Resources
 from headway.core.errors import ClusterError
+from headway.core.weights import ITEM_BYTES
 
 PROBE_DEADLINE_S = 5.0
 SMALLEST_CPU_SHARE = 0.01  # a placement-group bundle must ask for something
+SPARE_ENGINES = 4
+"""Engines that `headway scale` may add to a run on a Ray instance of its own."""
+POLL_S = 0.1
+FAILURE_DETECTION = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 500,
+    "health_check_failure_threshold": 6,
+}
+"""A node that is gone is known to be gone after about three seconds; Ray's defaults take fifteen, and much less would
+take a node for gone whose cores are all busy."""
+CONTROL = "control"
+"""Name of a run's mailbox in its namespace."""
+
+
+def namespace(run_name: str) -> str:
+    """Ray namespace of a run."""
+    return f"headway-{run_name}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,37 +88,47 @@ def _need(role: str, replicas: int, resources: Resources) -> Need:
 
 def connect(config: Config) -> None:
     """Starts a local Ray instance, or joins the one that the configuration names. Raises `ClusterError`."""
-    _probe(config.cluster.address)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    common: dict[str, Any] = {
-        "namespace": f"headway-{config.run.name}",
-        "log_to_driver": False,
-        "logging_level": logging.ERROR,
-    }
+    address, run = config.cluster.address, namespace(config.run.name)
+    if address != "local":
+        join(address, run)
+        return
+    # CPUs of an instance of our own are tickets, not silicon: a small machine may share its cores, and engines that
+    # come later need tickets too. GPUs are what the machine has.
+    generation = config.generation
+    engines = max(generation.max_replicas or 0, generation.replicas + SPARE_ENGINES)
+    groups = [
+        need if need.role != "generation" else replace(need, replicas=engines) for need in needs(config)
+    ]
+    cpus = math.ceil(sum(need.replicas * need.bundle["CPU"] for need in groups))
+    join(
+        "local",
+        run,
+        include_dashboard=False,
+        num_cpus=max(os.cpu_count() or 1, cpus + 1),
+        _system_config=FAILURE_DETECTION,
+    )
+
+
+def join(address: str, run: str, **options: Any) -> None:
+    """Connects this process to Ray, in a run's namespace. Raises `ClusterError`."""
+    _probe(address)
     # Ray puts the driver's working directory first on every worker's import path. An empty folder keeps ours
     # from standing in for packages of the same name.
     neutral = tempfile.mkdtemp(prefix="headway-cwd-")
     before = os.getcwd()
     os.chdir(neutral)
     try:
-        if config.cluster.address == "local":
-            # CPUs of an instance of our own are tickets, not silicon: a small machine may share its cores.
-            # GPUs are what the machine has.
-            cpus = sum(need.replicas * need.bundle["CPU"] for need in needs(config))
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                num_cpus=max(os.cpu_count() or 1, int(cpus) + 1),
-                **common,
-            )
-        else:
-            ray.init(address=config.cluster.address, **common)
-    except ConnectionError as error:
-        raise ClusterError(
-            f"no Ray cluster at cluster.address={config.cluster.address!r}: {error}"
-        ) from error
+        ray.init(address=address, namespace=run, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (ConnectionError, RuntimeError) as error:
+        raise ClusterError(f"cannot join the Ray cluster at {address!r}: {str(error).strip()}") from error
     finally:
         os.chdir(before)
+
+
+def disconnect() -> None:
+    """Leaves Ray; an instance that `connect` started ends with all its processes."""
+    ray.shutdown()
 
 
 def _probe(address: str) -> None:
@@ -107,7 +140,7 @@ def _probe(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=PROBE_DEADLINE_S).close()
     except (OSError, ValueError) as error:
         raise ClusterError(
-            f"no Ray cluster at cluster.address={address!r}: {error}; start one with 'ray start --head', or use "
+            f"no Ray cluster at {address!r}: {error}; start one with 'ray start --head', or use "
             "cluster.address=local"
         ) from error
 
@@ -141,110 +174,169 @@ def check_resources(config: Config) -> None:
         raise ClusterError("\n".join(faults))
 
 
+def published_bytes(config: Config, model_folder: str) -> int:
+    """Size of one published weight version: the model's tensors in `model.dtype`. An adapter is small beside it and
+    counts as nothing."""
+    if config.learner.lora_rank:
+        return 0
+    elements = 0
+    for file in Path(model_folder).glob("*.safetensors"):
+        with file.open("rb") as content:
+            header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
+        elements += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return elements * ITEM_BYTES[config.model.dtype]
+
+
+def check_store(config: Config, model_folder: str, weight_nodes: set[str]) -> None:
+    """The object store must hold the queue on the driver's node, and on each of `weight_nodes` (ids) the version that
+    is served beside the one that replaces it. Raises `ClusterError`."""
+    weights = 2 * published_bytes(config, model_folder)
+    here = ray.get_runtime_context().get_node_id()
+    for node in ray.nodes():
+        identity = node["NodeID"]
+        queue = config.queue.max_mib << 20 if identity == here else 0
+        needed = queue + (weights if identity in weight_nodes else 0)
+        size = int(node["Resources"].get("object_store_memory", 0))
+        if node["Alive"] and needed > size:
+            raise ClusterError(
+                f"the object store of node {node['NodeManagerAddress']} holds {size >> 20} MiB, but this run needs "
+                f"{-(-needed >> 20)} MiB there: queue.max_mib={queue >> 20} and {needed - queue >> 20} MiB for two weight "
+                "versions; lower queue.max_mib, or start Ray with a larger --object-store-memory (and /dev/shm)"
+            )
+
+
 class Placement:
-    """One placement group per role, and the actors in them. `close` leaves nothing behind."""
+    """A placement group per role, and one per engine. `close` gives all of them back."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        self._config = config
+        self._run = config.run.name
+        self._deadline_s = config.cluster.placement_deadline_s
         self._needs = {need.role: need for need in needs(config)}
-        self._folder = folder
         self._logs = folder / "logs"
         self._groups: dict[str, PlacementGroup] = {}
-        self._actors: list[Any] = []
+        """By role, or `generation-REPLICA`."""
 
-    def reserve(self) -> None:
-        """Waits for every group's resources. Raises `ClusterError` after the placement deadline."""
+    async def reserve(self) -> None:
+        """Waits for the resources of every role but the engines'. Raises `ClusterError` after the placement deadline."""
         for need in self._needs.values():
-            self._groups[need.role] = placement_group(
-                [need.bundle] * need.replicas,
-                strategy="PACK",
-                name=f"{self._config.run.name}-{need.role}",
-                bundle_label_selector=[need.labels] * need.replicas,
-            )
-        for role, group in self._groups.items():
-            if not group.wait(self._config.cluster.placement_deadline_s):
-                raise ClusterError(
-                    f"group '{role}' got no place in {self._config.cluster.placement_deadline_s:.0f} s: it asks for "
-                    f"{group.bundle_specs}, free are {ray.available_resources()}"
-                )
+            if need.role != "generation":
+                self._groups[need.role] = await self._ask_for(need.role, need, need.replicas)
+        for name in list(self._groups):
+            await self._placed(name)
 
-    def learners(self, model_folder: str) -> list[Any]:
-        return [
-            self._spawn(PolicyActor, "learner", rank, 1, self._config, model_folder, str(self._folder))
-            for rank in range(self._config.learner.replicas)
-        ]
+    async def reserve_engine(self, replica: int) -> None:
+        """Waits for the resources of one engine: those that it has, if it has any, moved to another node when theirs is
+        gone. Raises `ClusterError` after the placement deadline, and then holds none."""
+        name = _engine(replica)
+        if name not in self._groups:
+            self._groups[name] = await self._ask_for(name, self._needs["generation"], 1)
+        try:
+            await self._placed(name)
+        except BaseException:
+            self.release_engine(replica)
+            raise
 
-    def reference(self, replica: int, model_folder: str) -> Any:
-        return self._spawn(ReferenceActor, "reference", replica, 1, self._config, model_folder)
-
-    def critic(self, model_folder: str) -> Any:
-        return self._spawn(CriticActor, "critic", 0, 1, self._config, model_folder)
-
-    def engine(self, replica: int, model_folder: str) -> Any:
-        return self._spawn(
-            GenerationActor, "generation", replica, 10_000, self._config, model_folder, replica
+    async def _ask_for(self, name: str, need: Need, replicas: int) -> PlacementGroup:
+        return await asyncio.to_thread(
+            placement_group,
+            [need.bundle] * replicas,
+            strategy="PACK",
+            name=f"{self._run}-{name}",
+            bundle_label_selector=[need.labels] * replicas,
         )
 
-    def verifier(self, replica: int) -> Any:
-        limits = self._config.verifiers
-        args = (limits.processes, limits.timeout_s, limits.memory_mib)
-        return self._spawn(VerifierWorker, "verifiers", replica, limits.processes + 4, *args)
+    async def _placed(self, name: str) -> None:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                while not await self.nodes(name):
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            every = await asyncio.to_thread(ray.available_resources)
+            free = {key: every.get(key, 0.0) for key in ("CPU", "GPU")}
+            labels = self._needs[name.partition("-")[0]].labels
+            where = f" on nodes labelled {labels}" if labels else ""
+            raise ClusterError(
+                f"group '{name}' got no place in {self._deadline_s:g} s (cluster.placement_deadline_s): it asks for "
+                f"{self._groups[name].bundle_specs}{where}, free are {free} on all nodes together"
+            ) from None
 
-    def queue(self) -> Any:
-        return self._beside_driver(RolloutQueue, "queue", 10_000, ray.put, ray.get)
+    async def nodes(self, name: str) -> set[str]:
+        """Ids of the nodes that a group was placed on; none while it waits for a place."""
+        row = await asyncio.to_thread(placement_group_table, self._groups[name])
+        nodes = set(row["bundles_to_node_id"].values()) if row["state"] == "CREATED" else set[str]()
+        # A group is not moved before the cluster knows that its node is gone.
+        alive = {node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]}
+        return nodes if nodes <= alive else set()
 
-    def exporter(self) -> Any:
-        return self._beside_driver(Exporter, "metrics", 4)
+    def release_engine(self, replica: int) -> None:
+        """Gives an engine's resources back, if it has any."""
+        if (group := self._groups.pop(_engine(replica), None)) is not None:
+            remove_placement_group(group)
 
-    def _spawn(self, cls: type, role: str, replica: int, concurrency: int, *args: Any) -> Any:
-        bundle = self._needs[role].bundle
-        strategy = PlacementGroupSchedulingStrategy(self._groups[role], placement_group_bundle_index=replica)
-        options = {
-            "num_cpus": bundle["CPU"],
-            "num_gpus": bundle.get("GPU", 0),
-            "max_concurrency": concurrency,
-            "scheduling_strategy": strategy,
-        }
-        if "GPU" not in bundle:
-            # Threads that spin while they wait take the cores from whoever else computes on them. And a role without
-            # GPUs must not see any, or torch would take one that another role was given.
-            options["runtime_env"] = {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}}
-        return self._remote(cls, f"{role}-{replica}", options, args)
-
-    def _beside_driver(self, cls: type, role: str, concurrency: int, *args: Any) -> Any:
-        # On the driver's node: the endpoint's address is then the one that the operator knows.
-        strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {"num_cpus": 0, "max_concurrency": concurrency, "scheduling_strategy": strategy}
-        return self._remote(cls, role, options, args)
-
-    def _remote(self, cls: type, name: str, options: dict[str, Any], args: tuple[Any, ...]) -> Any:
-        hosted = _hosted(cls, str(self._logs / f"{name}.log"), package_version("headway"))
-        actor = ray.remote(hosted).options(**options).remote(*args)
-        self._actors.append(actor)
-        return actor
-
-    def discard(self, actor: Any) -> None:
-        """Ends an actor that is to be replaced."""
-        self._actors.remove(actor)
-        ray.kill(actor)
+    def spawn(self, cls: type, role: str, replica: int, concurrency: int, args: Sequence[Any]) -> Any:
+        """Starts an actor of a role in its place; returns its handle. `concurrency`: calls at a time."""
+        options: dict[str, Any] = {"max_concurrency": concurrency}
+        need = self._needs.get(role)
+        if need is None:
+            # On the driver's node: the endpoint's address is then the one that the operator knows.
+            options["num_cpus"] = 0
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=False
+            )
+            if role == CONTROL:
+                options |= {"name": CONTROL, "namespace": namespace(self._run)}
+        else:
+            name, index = (_engine(replica), 0) if role == "generation" else (role, replica)
+            options["num_cpus"] = need.bundle["CPU"]
+            options["num_gpus"] = need.bundle.get("GPU", 0)
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._groups[name], placement_group_bundle_index=index
+            )
+            if not options["num_gpus"]:
+                # Threads that spin while they wait take the cores from whoever else computes on them. And a role
+                # without GPUs must not see any, or torch would take one that another role was given.
+                hidden = {"OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
+                options["runtime_env"] = {"env_vars": hidden}
+        log = self._logs / f"{role if need is None else f'{role}-{replica}'}.log"
+        num_gpus = math.ceil(options.get("num_gpus", 0))
+        hosted = _hosted(cls, str(log), package_version("headway"), num_gpus)
+        remote: Any = ray.remote
+        return remote(concurrency_groups={"watch": 1})(hosted).options(**options).remote(*args)
 
     def close(self) -> None:
-        for actor in self._actors:
-            ray.kill(actor)
         for group in self._groups.values():
             remove_placement_group(group)
-        ray.shutdown()
+        self._groups.clear()
 
 
-def _hosted(cls: type, log: str, expected_version: str) -> type:
-    """The role class, with its process's output in a file of its own and its version checked."""
+def _engine(replica: int) -> str:
+    return f"generation-{replica}"
+
+
+def _hosted(cls: type, log: str, expected_version: str, num_gpus: int) -> type:
+    """The role class in its process: output in a file of its own, version and devices checked, and a call that ends
+    only with the actor, whatever else it is busy with."""
 
     class Hosted(cls):
         def __init__(self, *args: Any) -> None:
             _redirect_output(log)
             if (here := package_version("headway")) != expected_version:
                 raise RuntimeError(f"this worker runs headway {here}, the driver {expected_version}")
+            visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+            if num_gpus and len(visible) != num_gpus:
+                raise RuntimeError(f"this worker was given {num_gpus} GPUs but sees {visible}")
             super().__init__(*args)
+
+        if any(iscoroutinefunction(member) for _, member in getmembers(cls)):
+
+            @ray.method(concurrency_group="watch")
+            async def watch(self) -> None:
+                await asyncio.Event().wait()
+        else:
+
+            @ray.method(concurrency_group="watch")
+            def watch(self) -> None:
+                threading.Event().wait()
 
     Hosted.__name__ = Hosted.__qualname__ = cls.__name__
     return Hosted

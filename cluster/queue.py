@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,52 @@ import pyarrow as pa
 from headway.core import rollouts
 from headway.core.errors import HeadwayError
 
+MAX_REFUSED = 10_000
+"""Groups whose late arrival is still refused: by the time that so many others were refused, whoever made them is gone.
+One that arrives even later lies in `held()` until it is released."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt:
     """What the control plane knows of a finished group; the rows stay in the object store."""
 
     group_id: int
-    num_bytes: int
+    num_bytes: int = field(compare=False)
+    """The same rows may take another room after a round trip through a file."""
     oldest_version: int
-    num_scored: int
-    reward_sum: float
+    """Of the token that was sampled by the oldest weights."""
+    newest_version: int
+    """Of the token that was sampled by the newest weights."""
+    rewards: tuple[float, ...]
     """Of scored responses."""
     response_lengths: tuple[int, ...]
     """Tokens of each response."""
-    equal_reward: float | None
+    equal_reward: float | None = field(compare=False)
     """The reward of all scored responses of every agent, where each agent's are equal: such a group carries no
-    signal. None where they differ; NaN where agents differ from one another."""
+    signal. None where they differ; NaN where agents differ from one another, which is
+    never equal to itself."""
+
+    @property
+    def num_scored(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def reward_sum(self) -> float:
+        return sum(self.rewards)
+
+
+def receipt_of(table: pa.Table) -> Receipt:
+    """Checks a rollout table and says what the control plane needs to know of it. Raises `SchemaError`."""
+    rollouts.validate(table)
+    return Receipt(
+        group_id=table.column("group_id")[0].as_py(),
+        num_bytes=table.nbytes,
+        oldest_version=rollouts.oldest_version(table),
+        newest_version=rollouts.newest_version(table),
+        rewards=tuple(reward for reward in table.column("reward").to_pylist() if reward is not None),
+        response_lengths=tuple(rollouts.lengths(table, "response_ids")),
+        equal_reward=_equal_reward(table),
+    )
 
 
 @dataclass(kw_only=True)
@@ -58,48 +88,56 @@ class Room:
 
 
 class RolloutQueue:
-    """Holds tables by group id. `store` turns a table into a reference (Ray's `put`); `load` turns it back."""
+    """Holds the rows of finished groups by group id. `store` turns rows into a reference (Ray's `put`), and may raise
+    `StoreFull`; `load` turns it back; `receipt` reads what the control plane needs. What rows are is theirs to know:
+    only `save`, `restore` and `write_batch` need Arrow tables."""
 
-    def __init__(self, store: Callable[[pa.Table], Any], load: Callable[[Any], pa.Table]) -> None:
+    def __init__(
+        self,
+        store: Callable[[Any], Any],
+        load: Callable[[Any], Any],
+        receipt: Callable[[Any], Receipt] = receipt_of,
+    ) -> None:
         self._store = store
         self._load = load
+        self._receipt = receipt
         self._groups: dict[int, tuple[Receipt, Any]] = {}
-        self._dropped: set[int] = set()
+        self._refused: dict[int, None] = {}
+        """In the order in which they were refused."""
 
-    async def put(self, table: pa.Table) -> Receipt:
-        """Takes a group over. The same group again is the same receipt: retries change nothing."""
-        group_id = table.column("group_id")[0].as_py()
+    async def put(self, rows: Any) -> Receipt:
+        """Takes a group over. The same group again is the same receipt: retries change nothing. When the store is full
+        the group is not taken, and the same call may succeed later."""
+        receipt = self._receipt(rows)
+        group_id = receipt.group_id
         if group_id in self._groups:
             return self._groups[group_id][0]
-        rollouts.validate(table)
-        receipt = Receipt(
-            group_id=group_id,
-            num_bytes=table.nbytes,
-            oldest_version=rollouts.oldest_version(table),
-            num_scored=table.num_rows - table.column("reward").null_count,
-            reward_sum=sum(reward for reward in table.column("reward").to_pylist() if reward is not None),
-            response_lengths=tuple(rollouts.lengths(table, "response_ids")),
-            equal_reward=_equal_reward(table),
-        )
-        if group_id not in self._dropped:
-            self._groups[group_id] = (receipt, self._store(table))
+        if group_id not in self._refused:
+            self._groups[group_id] = (receipt, self._store(rows))
         return receipt
 
     async def take(self, group_ids: list[int]) -> list[Any]:
-        """References of these groups' tables. They stay here until `release`."""
+        """References of these groups' rows. They stay here until `release`."""
         if missing := [group_id for group_id in group_ids if group_id not in self._groups]:
             raise HeadwayError(f"the queue does not hold groups {missing}")
         return [self._groups[group_id][1] for group_id in group_ids]
 
+    async def held(self) -> list[int]:
+        """Ids of the groups that are here."""
+        return list(self._groups)
+
     async def release(self, group_ids: list[int]) -> None:
-        """Forgets groups that were trained; unknown ones are no error."""
+        """Forgets groups that were trained or dropped; unknown ones are no error."""
         for group_id in group_ids:
             self._groups.pop(group_id, None)
 
-    async def drop(self, group_id: int) -> None:
+    async def refuse(self, group_id: int) -> None:
         """Forgets a group that was dropped, also should it still arrive."""
         self._groups.pop(group_id, None)
-        self._dropped.add(group_id)
+        self._refused.pop(group_id, None)
+        self._refused[group_id] = None
+        if len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
 
     async def save(self, path: str) -> None:
         """Writes everything that waits to one Parquet file."""
@@ -109,11 +147,10 @@ class RolloutQueue:
     async def restore(self, path: str) -> list[Receipt]:
         """Takes over what `save` wrote."""
         table = rollouts.read_parquet(Path(path))
-        ids = table.column("group_id").to_pylist()
-        groups = [
-            table.filter(pa.array([other == group_id for other in ids])) for group_id in dict.fromkeys(ids)
-        ]
-        return [await self.put(group) for group in groups]
+        rows: dict[int, list[int]] = {}
+        for row, group_id in enumerate(table.column("group_id").to_pylist()):
+            rows.setdefault(group_id, []).append(row)
+        return [await self.put(table.take(of_group)) for of_group in rows.values()]
 
     async def write_batch(
         self, group_ids: list[int], path: str, version: int, columns: pa.Table | None = None

@@ -160,8 +160,8 @@ class Session:
                 self.groups = Groups.new(*books)
                 return
             # There was a session, and it ended before its first checkpoint.
-            nothing = Groups.new(self.config, self.longest_prompt, None, Recorder())
-            self.groups, _ = Groups.resume(*books, state=nothing.state(), version=0, receipts=())
+            nothing = Groups.nothing(self.config, self.longest_prompt)
+            self.groups, _ = Groups.resume(*books, state=nothing, version=0, receipts=())
             _keep_steps(self.folder / "metrics.jsonl", 0)
             return
         state = json.loads((newest / "state.json").read_text())
@@ -352,9 +352,9 @@ class Session:
         return {"before": before, "target": wanted, "serving": self.engines.serving, "version": self.version}
 
     def _scale_itself(self, *, waited: float, total: float) -> None:
-        blocked, self.dispatcher.blocked_s = self.dispatcher.blocked_s, 0.0
-        if self.autoscaler is None:
-            return
+        blocked = self.dispatcher.take_blocked_s()
+        if self.autoscaler is None or self.engines.serving != self.engines.target:
+            return  # what engines that still start or leave would do is not to be seen yet
         target = self.autoscaler.step(
             waited_s=waited, total_s=total, blocked_s=blocked, target=self.engines.target
         )

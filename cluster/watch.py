@@ -53,7 +53,7 @@ class Waits:
         self._open: dict[int, Wait] = {}
         self._ids = itertools.count()
         self._asleep: dict[str, dict[int, asyncio.Future[None]]] = {topic: {} for topic in TOPICS}
-        """By topic and wait, what wakes it: woken in the order in which the waits began."""
+        """What wakes the waits on each topic that have not been woken yet, by wait, first asleep first."""
 
     @asynccontextmanager
     async def _wait(self, who: str, what: str, stage: str, deadline_s: float) -> AsyncIterator[int]:
@@ -84,8 +84,8 @@ class Waits:
         """The awaitable's result. Raises `Starved` after `deadline_s`, and whatever the awaitable raises.
 
         On the deadline and on cancellation a coroutine or task is cancelled, and has ended when this raises: a second
-        try never overlaps with the first. A bare future (`asyncio.gather` and `shield` make such, too) is shared with
-        whoever completes it and is left alone.
+        try never overlaps with the first. A bare future (`asyncio.gather` and `shield` make such, too) belongs to whoever
+        completes it and is left alone; if that one cancels it, this raises CancelledError, as `await` does.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -127,7 +127,7 @@ class Waits:
                     await woken
             finally:
                 for place in places:
-                    del place[key]
+                    place.pop(key, None)
 
     def changed(self, *topics: str) -> None:
         """Wakes the waits on these topics: once, however many changes come before they run. Raises ValueError for an
@@ -136,6 +136,7 @@ class Waits:
             for woken in place.values():
                 if not woken.done():
                     woken.set_result(None)
+            place.clear()
 
     def _places(self, topics: tuple[str, ...]) -> list[dict[int, asyncio.Future[None]]]:
         if not topics or not set(topics) <= self._asleep.keys():
@@ -178,8 +179,8 @@ def _line(waits: list[Wait], now: float, version: int) -> str:
         f"  {wait.who} waits for {wait.what}: {now - wait.since:.1f} s (deadline {wait.deadline_s:g} s), "
         f"begun at version {wait.version}"
     )
-    if steps := version - wait.version:
-        line += f", {steps} steps ago"
+    if wait.version != version:
+        line += f", now {version}"
     if len(waits) > 1:
         line += f"; and {len(waits) - 1} like it"
     return line

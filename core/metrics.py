@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-ROLES = ("learner", "generation", "verifiers", "reference", "critic", "queue", "metrics")
+ROLES = ("learner", "generation", "verifiers", "reference", "critic", "queue", "metrics", "control")
 DROP_REASONS = ("straggler", "generation_failed", "verifier_failed", "group_too_small", "stale", "no_signal")
 STATES = ("issued", "finished", "trained", "dropped")
 STEP_STAGES = ("take", "unpack", "forward_backward", "optimizer", "publish", "total")

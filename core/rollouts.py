@@ -135,10 +135,19 @@ def replace_column(table: pa.Table, name: str, values: Sequence[Any]) -> pa.Tabl
 
 def oldest_version(table: pa.Table) -> int:
     """Oldest weight version that sampled a token of this table."""
+    return min(_versions(table))
+
+
+def newest_version(table: pa.Table) -> int:
+    """Newest weight version that sampled a token of this table."""
+    return max(_versions(table))
+
+
+def _versions(table: pa.Table) -> list[int]:
     versions = [span["version"] for spans in table.column("version_spans").to_pylist() for span in spans]
     if not versions:
         raise SchemaError("a table without sampled tokens has no version")
-    return min(versions)
+    return versions
 
 
 def lengths(table: pa.Table, name: str) -> list[int]:

@@ -119,7 +119,7 @@ class CriticStats:
     version: int
     """Optimizer steps applied, this one included."""
     value_loss: float
-    """Mean over trained tokens."""
+    """Mean over trained tokens, each times its lag factor."""
     explained_variance: float | None
     """Of the values at scoring against the returns; None when the returns do not vary."""
     grad_norm: float
@@ -152,8 +152,7 @@ class CriticTrainer:
     def train(self, tables: Sequence[pa.Table], version: int) -> list[CriticStats]:
         """`steps_per_batch` optimizer steps on `groups_per_batch` groups, one table each, over all tokens that are in
         the loss, those of groups without signal included: they say what to expect too. Tokens that the lag policy
-        withholds are left out here as well; one that it weighs down counts in full, as one that a correction weighs
-        does.
+        withholds are left out here as well, and its factors weigh down the errors of the values too.
 
         `version` is the critic's version before the batch, which is the learner's: they step together. Raises
         `SchemaError` for tables that do not hold a group each or lack a column that the algorithm needs,
@@ -183,7 +182,7 @@ class CriticTrainer:
                 values_M,
                 old_values_N[tokens_M].to(values_M.device),
                 returns_N[tokens_M].to(values_M.device),
-                torch.full_like(values_M, 1 / num_tokens),
+                (step.lag_factors_N[tokens_M] / num_tokens).to(values_M.device),
                 clip=critic.value_clip,
                 loss=critic.value_loss,
             )

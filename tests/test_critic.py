@@ -34,7 +34,7 @@ def config(
         {
             "model": {"dtype": dtype},
             "run": {"steps": 60},
-            "lag": {"max_version_lag": 8},
+            "lag": {"max_version_lag": 20},
             "algorithm": {"preset": "a2c", "gae_lambda": 1.0, **(algorithm or {})},
             "learner": {"groups_per_step": groups, "steps_per_batch": steps},
             "critic": {"threads": 1, "learning_rate": 1e-3, **critic},

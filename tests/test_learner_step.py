@@ -109,7 +109,7 @@ def test_an_unscored_response_leaves_loss_statistics_and_denominator() -> None:
     near(step.token_weights_N[[0, 3, 4]], [1 / 3] * 3)
     near(step.rewards_B, [1, math.nan, 0, 0])
     assert step.masked_fraction == pytest.approx(
-        {"unscored": 0.4, "truncated": 0, "missing_logprob": 0, "no_signal": 0}
+        {"unscored": 0.4, "truncated": 0, "missing_logprob": 0, "withheld": 0, "no_signal": 0}
     )
 
 
@@ -194,7 +194,7 @@ def test_masked_fractions_and_trained_tokens_make_up_the_sampled_ones() -> None:
     second = make_group([1, 1], [[1], [1, 1]])
     step = step_of(first, second, truncated="mask")
     assert step.masked_fraction == pytest.approx(
-        {"unscored": 2 / 8, "truncated": 2 / 8, "missing_logprob": 0, "no_signal": 3 / 8}
+        {"unscored": 2 / 8, "truncated": 2 / 8, "missing_logprob": 0, "withheld": 0, "no_signal": 3 / 8}
     )
     assert sum(step.masked_fraction.values()) + step.trained_N.sum() / 8 == pytest.approx(1)
 

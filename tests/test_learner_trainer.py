@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headway.actors.policy import PolicyActor
+from headway.actors.reference import ReferenceActor
 from headway.core.config import Config, parse_config
 from headway.core.errors import WeightUpdateFailed
 from headway.core.rollouts import build, replace_column
@@ -227,6 +228,7 @@ def test_stats_by_hand(tiny_random: Path) -> None:
             "truncated": 0.0,
             "no_signal": flat / sampled,
             "missing_logprob": 0.0,
+            "withheld": 0.0,
         }
     )
     assert stats.clipped_fraction == 0.0  # the ratio of the first step is 1
@@ -350,6 +352,8 @@ def test_checkpoint_goes_on_bit_for_bit(tiny_random: Path, tmp_path: Path, dtype
     whole.save(str(tmp_path))
     want, _ = whole.train(2, *batch(seed=2))
     assert resumed.load(str(tmp_path)) == 2
+    with pytest.raises(ValueError, match="asked to train from version 1, but the learner is at 2"):
+        resumed.train(1, *batch(seed=1))  # the last batch again
     got, _ = resumed.train(2, *batch(seed=2))
     assert (got[0].loss, got[0].grad_norm, got[0].learning_rate) == (
         want[0].loss,
@@ -366,6 +370,34 @@ def test_checkpoint_goes_on_bit_for_bit(tiny_random: Path, tmp_path: Path, dtype
         strict=True,
     ):
         assert all(torch.equal(a[key], b[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def test_a_resumed_learner_is_held_to_the_reference_that_it_started_with(
+    tiny_random: Path, tmp_path: Path
+) -> None:
+    """The reference is the model folder's, to the bit, and not the checkpoint's weights, which have moved away."""
+    settings_ = config({"kl": "loss", "kl_coef": 0.1}, learning_rate=1e-2)
+    trainer, reference = Trainer(settings_, tiny_random), ReferenceActor(settings_, str(tiny_random))
+    for step in range(2):
+        trainer.train([reference.score(table) for table in batch(seed=step)], step)
+    trainer.save(tmp_path)
+    reference.save(str(tmp_path))
+    resumed = ReferenceActor(settings_, str(tiny_random))
+    assert resumed.load(str(tmp_path)) == 0
+    own, moved = (
+        [a.score(t).column("reference_logprobs").to_pylist() for t in batch(seed=2)]
+        for a in (resumed, ReferenceActor(settings_, str(tmp_path / "model")))
+    )
+    want = [reference.score(table).column("reference_logprobs").to_pylist() for table in batch(seed=2)]
+    assert own == want != moved
+    other = Trainer(settings_, tiny_random)
+    other.load(tmp_path)
+    ((left,), _), ((right,), _) = (
+        t.train([a.score(table) for table in batch(seed=2)], 2)
+        for t, a in ((trainer, reference), (other, resumed))
+    )
+    assert (left.kl_reference, left.loss) == (right.kl_reference, right.loss)
+    assert left.kl_reference is not None and left.kl_reference > 1e-3
 
 
 def test_a_checkpoint_opens_as_a_model_folder(tiny_random: Path, tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from headway.cluster.queue import RolloutQueue, Room
+from headway.cluster.queue import MAX_REFUSED, Receipt, RolloutQueue, Room
 from headway.core import rollouts
-from headway.core.errors import HeadwayError
+from headway.core.errors import HeadwayError, StoreFull
 
 
 def table(group_id: int, version: int = 0, rewards: tuple[float | None, ...] = (1.0, 0.0)) -> pa.Table:
@@ -40,14 +41,26 @@ def queue() -> RolloutQueue:
 
 async def test_put_take_release() -> None:
     q = queue()
-    receipt = await q.put(table(4, version=3, rewards=(1.0, None)))
-    assert (receipt.group_id, receipt.oldest_version, receipt.num_scored) == (4, 3, 1)
-    assert receipt.response_lengths == (2, 2)
-    assert (await q.take([4]))[0].equals(table(4, version=3, rewards=(1.0, None)))
+    receipt = await q.put(table(4, version=3, rewards=(1.0, None, 0.5)))
+    assert (receipt.group_id, receipt.oldest_version, receipt.newest_version) == (4, 3, 3)
+    assert (receipt.rewards, receipt.num_scored, receipt.reward_sum) == ((1.0, 0.5), 2, 1.5)
+    assert receipt.response_lengths == (2, 2, 2)
+    assert (await q.take([4]))[0].equals(table(4, version=3, rewards=(1.0, None, 0.5)))
     assert len(await q.take([4])) == 1  # still there until released: a learner that died may ask again
+    assert await q.held() == [4]
     await q.release([4, 99])
+    assert await q.held() == []
     with pytest.raises(HeadwayError, match=r"does not hold groups \[4\]"):
         await q.take([4])
+
+
+async def test_a_receipt_has_the_oldest_and_the_newest_version_of_all_responses() -> None:
+    spans = [
+        [{"start": 0, "end": 1, "version": 5}, {"start": 1, "end": 2, "version": 8}],
+        [{"start": 0, "end": 2, "version": 6}],
+    ]
+    receipt = await queue().put(rollouts.replace_column(table(1), "version_spans", spans))
+    assert (receipt.oldest_version, receipt.newest_version) == (5, 8)
 
 
 async def test_a_receipt_says_whether_rewards_are_equal() -> None:
@@ -79,23 +92,76 @@ async def test_putting_a_group_again_changes_nothing() -> None:
     assert (await q.take([4]))[0].equals(table(4, version=3))
 
 
-async def test_a_dropped_group_that_arrives_late_is_not_kept() -> None:
+async def test_a_refused_group_that_arrives_late_is_not_kept() -> None:
     q = queue()
-    await q.drop(4)
-    assert (await q.put(table(4))).group_id == 4
-    with pytest.raises(HeadwayError, match=r"does not hold groups \[4\]"):
-        await q.take([4])
+    await q.refuse(4)
+    for _ in range(2):  # its put may have been tried twice
+        assert (await q.put(table(4))).group_id == 4
+    assert await q.held() == []
+    await q.put(table(5))
+    await q.refuse(5)
+    assert await q.held() == []
+
+
+def light(group_id: int) -> Receipt:
+    return Receipt(
+        group_id=group_id,
+        num_bytes=1,
+        oldest_version=0,
+        newest_version=0,
+        rewards=(),
+        response_lengths=(1,),
+        equal_reward=None,
+    )
+
+
+async def test_rows_may_be_anything_that_has_a_receipt_and_refusals_do_not_pile_up() -> None:
+    q = RolloutQueue(store=str, load=int, receipt=light)
+    await q.put(7)
+    assert await q.take([7]) == ["7"]
+    for group_id in range(100, 100 + MAX_REFUSED):
+        await q.refuse(group_id)
+    await q.put(100)
+    assert await q.held() == [7]
+    await q.refuse(100)  # again: now it is the last to be forgotten
+    await q.refuse(50)
+    for group_id in (100, 101, 102):
+        await q.put(group_id)
+    assert await q.held() == [7, 101]  # one refusal too many: the oldest was forgotten
+    await q.release(await q.held())
+    assert await q.held() == []
+
+
+async def test_a_full_store_takes_nothing_and_the_same_group_may_come_again() -> None:
+    room: list[Any] = []
+
+    def store(rows: int) -> int:
+        if len(room) == 1:
+            raise StoreFull("1 of 1 used")
+        room.append(rows)
+        return rows
+
+    q = RolloutQueue(store=store, load=int, receipt=light)
+    await q.put(1)
+    with pytest.raises(StoreFull, match="1 of 1 used"):
+        await q.put(2)
+    assert await q.held() == [1]
+    room.clear()
+    assert (await q.put(2)).group_id == 2
+    assert await q.held() == [1, 2]
 
 
 async def test_content_survives_save_and_restore(tmp_path: Path) -> None:
     q = queue()
-    for group_id in (5, 2):
-        await q.put(table(group_id, version=group_id))
+    before = [
+        await q.put(table(group_id, version=group_id, rewards=(0.1, None, 1.0))) for group_id in (5, 2, 9)
+    ]
     await q.save(str(tmp_path / "queue.parquet"))
     restored = queue()
     receipts = await restored.restore(str(tmp_path / "queue.parquet"))
-    assert sorted((r.group_id, r.oldest_version) for r in receipts) == [(2, 2), (5, 5)]
-    assert (await restored.take([5]))[0].equals(table(5, version=5))
+    assert receipts == before  # so that whoever has the old receipt sees that the rows are the same
+    assert [receipt.group_id for receipt in receipts] == [5, 2, 9]
+    assert (await restored.take([5]))[0].equals(table(5, version=5, rewards=(0.1, None, 1.0)))
 
 
 async def test_an_empty_queue_saves_and_restores(tmp_path: Path) -> None:
@@ -104,8 +170,10 @@ async def test_an_empty_queue_saves_and_restores(tmp_path: Path) -> None:
 
 
 async def test_a_table_of_another_schema_is_refused() -> None:
+    q = queue()
     with pytest.raises(rollouts.SchemaError, match="not a rollout table"):
-        await queue().put(pa.table({"group_id": [1]}))
+        await q.put(pa.table({"group_id": [1]}))
+    assert await q.held() == []
 
 
 def test_running_groups_hold_the_place_that_they_will_need() -> None:

@@ -44,9 +44,13 @@ def test_a_table_survives_parquet_with_nulls_and_nan(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["t.parquet"]
 
 
-def test_oldest_version_is_over_all_tokens() -> None:
+def test_oldest_and_newest_version_are_over_all_tokens() -> None:
     one = [{"start": 0, "end": 3, "version": 4}]
-    assert rollouts.oldest_version(rollouts.build([row(), row(version_spans=one)])) == 4
+    table = rollouts.build([row(), row(version_spans=one)])  # the first row spans versions 7 and 9
+    assert (rollouts.oldest_version(table), rollouts.newest_version(table)) == (4, 9)
+    nothing = rollouts.build([row(response_ids=[], loss_mask=[], behavior_logprobs=[], version_spans=[])])
+    with pytest.raises(SchemaError, match="without sampled tokens has no version"):
+        rollouts.newest_version(nothing)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,159 @@
+"""How a person reaches a running run: a mailbox beside its driver, and the client that writes to it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from headway.cluster.placement import CONTROL, join, namespace
+from headway.core.errors import ClusterError, HeadwayError, Starved, UserError
+
+CLUSTER_FILE = "cluster.json"
+"""In the folder of a running run: `address` of the cluster, `namespace` of the run, `pid` of its driver."""
+ANSWER_DEADLINE_S = 30.0
+"""A driver that does not answer for this long is taken for dead."""
+CALL_DEADLINE_S = 10.0
+
+
+class Mailbox:
+    """Requests to a run's driver, and its answers. A plain class; whoever runs it decides where."""
+
+    def __init__(self) -> None:
+        self._tickets = itertools.count(1)
+        self._requests: list[tuple[int, str, Any]] = []
+        self._arrived = asyncio.Event()
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+
+    async def ask(self, kind: str, value: Any) -> int:
+        """Leaves a request for the driver; returns the ticket for its answer."""
+        ticket = next(self._tickets)
+        self._answers[ticket] = asyncio.get_running_loop().create_future()
+        self._requests.append((ticket, kind, value))
+        self._arrived.set()
+        return ticket
+
+    async def take(self, timeout_s: float) -> list[tuple[int, str, Any]]:
+        """For the driver: all requests since the last call, in order; waits for one, up to `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._arrived.wait()
+        except TimeoutError:
+            return []
+        self._arrived.clear()
+        requests, self._requests = self._requests, []
+        return requests
+
+    async def answer(self, ticket: int, value: Any) -> None:
+        """For the driver. A ticket that nobody waits for any more is no error."""
+        answer = self._answers.get(ticket)
+        if answer is not None and not answer.done():
+            answer.set_result(value)
+
+    async def result(self, ticket: int, timeout_s: float) -> Any:
+        """The driver's answer, once. Raises `Starved` after `timeout_s`, and forgets the ticket either way."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._answers[ticket]
+        except TimeoutError:
+            raise Starved(f"the driver did not answer in {timeout_s:g} s") from None
+        finally:
+            del self._answers[ticket]
+
+
+def scale(target: str | None, address: str | None, replicas: int) -> dict[str, Any]:
+    """Asks a running run for another number of engines; returns the driver's answer.
+
+    `target`: a run folder, or a run's name; None: the only run on the cluster. `address`: of the cluster; None: the
+    one that the run folder names, else RAY_ADDRESS, else the one on this machine. Raises `UserError` for a target that
+    is no run or not the only one, and what the driver refuses; `ClusterError` when there is no cluster, no run on it,
+    or no answer.
+    """
+    if replicas < 1:
+        raise UserError(f"generation={replicas}: a run needs at least one engine")
+    return request(target, address, "scale", replicas)
+
+
+def request(target: str | None, address: str | None, kind: str, value: Any) -> dict[str, Any]:
+    """Sends one request to a run's driver and waits for the answer. Raises as `scale`."""
+    where = None if target is None else _run_folder(target)
+    if where is not None:
+        run = str(where["namespace"])
+        place = address or str(where["address"])
+    else:
+        run = None if target is None else namespace(target)
+        place = address or os.environ.get("RAY_ADDRESS") or "auto"
+    if place.startswith(("http://", "https://")):
+        raise UserError(
+            f"{place} is the address of a dashboard; --address (or RAY_ADDRESS) must be the cluster's, as in HEAD:6379"
+        )
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
+    join(place, run or "headway")
+    try:
+        mailbox = _mailbox(run)
+        return _conversation(mailbox, kind, value)
+    finally:
+        ray.shutdown()
+
+
+def _run_folder(target: str) -> dict[str, Any] | None:
+    """What the run folder of this path, or of this name under `runs/`, says; None when there is no such folder."""
+    for folder in (Path(target), Path("runs") / target):
+        try:
+            return json.loads((folder / CLUSTER_FILE).read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder / CLUSTER_FILE} cannot be read: {error}") from error
+    if Path(target).is_dir():
+        raise UserError(f"the run in {target} is not running: it has no {CLUSTER_FILE}")
+    return None
+
+
+def _mailbox(run: str | None) -> Any:
+    actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    runs: list[str] = sorted(
+        actor["namespace"]
+        for actor in actors
+        if actor["name"] == CONTROL and actor["namespace"].startswith(namespace(""))
+    )
+    names = ", ".join(other.removeprefix(namespace("")) for other in runs) or "none"
+    if run is None:
+        if not runs:
+            raise ClusterError(
+                "no run is running on this cluster; name a run folder, or the cluster with --address"
+            )
+        if len(runs) > 1:
+            raise UserError(f"several runs are running on this cluster, name one: {names}")
+        (run,) = runs
+    try:
+        return ray.get_actor(CONTROL, run)
+    except ValueError:
+        raise ClusterError(
+            f"run {run.removeprefix(namespace(''))!r} is not running on this cluster; running: {names}"
+        ) from None
+
+
+def _conversation(mailbox: Any, kind: str, value: Any) -> dict[str, Any]:
+    get: Any = ray.get
+    try:
+        ticket = get(mailbox.ask.remote(kind, value), timeout=CALL_DEADLINE_S)
+        answer = get(
+            mailbox.result.remote(ticket, ANSWER_DEADLINE_S), timeout=ANSWER_DEADLINE_S + CALL_DEADLINE_S
+        )
+    except RayTaskError as error:
+        raise ClusterError(f"{error.cause}; is it still alive?") from None
+    except RayActorError:
+        raise ClusterError("the run ended before it answered") from None
+    except TimeoutError:
+        raise ClusterError("the run's mailbox does not answer") from None
+    if isinstance(answer, HeadwayError):
+        raise answer
+    return answer

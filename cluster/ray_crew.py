@@ -1,0 +1,486 @@
+"""A run's actors on Ray. What goes wrong with them leaves this module as one of the typed errors, and every `ActorDied`
+that a call raises is also reported by `next_death`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import ray
+from ray.exceptions import (
+    ActorPlacementGroupRemoved,
+    ActorUnschedulableError,
+    ObjectLostError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+
+from headway.actors.critic import CriticActor
+from headway.actors.generation import GenerationActor
+from headway.actors.generation_rows import GroupRequest
+from headway.actors.policy import PolicyActor
+from headway.actors.reference import ReferenceActor
+from headway.actors.verifier import VerifierWorker
+from headway.cluster.control import CLUSTER_FILE, Mailbox
+from headway.cluster.crew import EngineReport, Release, Trained
+from headway.cluster.exporter import Exporter
+from headway.cluster.placement import CONTROL, Placement, check_store, namespace
+from headway.cluster.queue import Receipt, RolloutQueue
+from headway.core.config import Config
+from headway.core.errors import (
+    ActorDied,
+    ClusterError,
+    EngineDead,
+    HeadwayError,
+    Lost,
+    RolloutFailed,
+    StoreFull,
+)
+from headway.core.metrics import Update
+
+ROLES: Mapping[str, type] = {
+    "learner": PolicyActor,
+    "generation": GenerationActor,
+    "verifiers": VerifierWorker,
+    "reference": ReferenceActor,
+    "critic": CriticActor,
+    "queue": RolloutQueue,
+    "metrics": Exporter,
+    CONTROL: Mailbox,
+}
+"""The plain class behind each role."""
+
+ENDINGS = {"generation": "shutdown", "verifiers": "close"}
+"""Method of a role that ends its child processes."""
+ENDING_DEADLINE_S = 10.0
+KILL_DEADLINE_S = 5.0
+REBIND_DEADLINE_S = 5.0
+"""For the port of a metrics actor that died to be free again."""
+POLL_S = 30.0
+"""Longest wait of one question to the mailbox."""
+MANY_CALLS = 10_000
+ACTOR_OF_OBJECT = slice(16, 48)
+"""Hexadecimal digits of an object's id that name the actor which made it."""
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """One actor: an incarnation of a role's replica."""
+
+    role: str
+    replica: int
+    incarnation: int
+    handle: Any
+    watch: asyncio.Task[None] | None = None
+    """Ends when the actor is dead."""
+    is_ending: bool = False
+    """Its end is on purpose."""
+    is_reported: bool = False
+    """Its death is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """What `sample` gives: a reference, and the engine that the rows are from."""
+
+    reference: Any
+    engine: _Member
+
+
+class RayCrew:
+    """Implements `Crew` on the Ray that this process is connected to. `folder` is the run's; `roles` says which class
+    plays which role."""
+
+    def __init__(
+        self, config: Config, folder: Path, model_folder: str, roles: Mapping[str, type] = ROLES
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._model_folder = model_folder
+        self._roles = roles
+        self._placement = Placement(config, folder)
+        self._members: dict[tuple[str, int], _Member] = {}
+        """The present incarnations, dead or alive."""
+        self._by_actor: dict[str, _Member] = {}
+        """All incarnations by their actor's id."""
+        self._incarnations: dict[tuple[str, int], int] = {}
+        self._deaths: asyncio.Queue[ActorDied] = asyncio.Queue()
+        self._requests: deque[tuple[int, str, Any]] = deque()
+        self._port: int | None = None
+        self._num_buckets = 0
+        needs_reference, needs_critic = config.algorithm.needs_reference, config.algorithm.needs_critic
+        self._scorers = {
+            "verifiers": config.verifiers.replicas,
+            **({"reference": config.reference.replicas} if needs_reference else {}),
+            **({"critic": config.critic.replicas} if needs_critic else {}),
+        }
+        """Replicas by role, in the order in which they see a group."""
+        self._changing = {"critic"} if needs_critic else set()
+        """Scorers whose weights change during the run; the replicas of a role hold the same."""
+        if needs_reference and config.algorithm.reference_refresh_steps:
+            self._changing.add("reference")
+
+    # ---- life and death ------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        await self._placement.reserve()
+        weight_nodes = await self._placement.nodes("learner")
+        await asyncio.to_thread(check_store, self._config, self._model_folder, weight_nodes)
+        run = namespace(self._config.run.name)
+        try:
+            self._create(CONTROL, 0)
+        except ValueError as error:
+            raise ClusterError(
+                f"a run named {self._config.run.name!r} is on this cluster already; give this one another run.name"
+            ) from error
+        self._create("queue", 0)
+        for rank in range(self._config.learner.replicas):
+            self._create("learner", rank)
+        for role, replicas in self._scorers.items():
+            for replica in range(replicas):
+                self._create(role, replica)
+        where = {
+            "address": ray.get_runtime_context().gcs_address,
+            "namespace": run,
+            "pid": os.getpid(),
+        }
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / CLUSTER_FILE).write_text(json.dumps(where), encoding="utf-8")
+
+    async def close(self) -> None:
+        members = list(self._members.values())
+        self._members.clear()
+        (self._folder / CLUSTER_FILE).unlink(missing_ok=True)
+        try:
+            await self._end(members)
+        finally:
+            self._placement.close()
+
+    async def next_death(self) -> ActorDied:
+        return await self._deaths.get()
+
+    def incarnation(self, role: str, replica: int) -> int:
+        return self._incarnations.get((role, replica), 0)
+
+    async def replace(self, role: str, replica: int) -> None:
+        if role == "learner" or role in self._changing:
+            raise Lost(f"the weights of {role} {replica} died with it")
+        await self._end_present(role, replica)
+        await self._ready(self._create(role, replica))
+
+    @property
+    def replicas(self) -> dict[str, int]:
+        single = {"queue": 1, "metrics": 1, CONTROL: 1}
+        return {"learner": self._config.learner.replicas, **self._scorers, **single}
+
+    def _create(self, role: str, replica: int) -> _Member:
+        """A new actor in an empty place."""
+        config, limits = self._config, self._config.verifiers
+        concurrency, args = 1, ()
+        match role:
+            case "learner":
+                args = (config, self._model_folder, str(self._folder))
+            case "reference" | "critic":
+                args = (config, self._model_folder)
+            case "generation":
+                concurrency, args = MANY_CALLS, (config, self._model_folder, replica)
+            case "verifiers":
+                concurrency = limits.processes + 4
+                args = (limits.processes, limits.timeout_s, limits.memory_mib)
+            case "queue":
+                concurrency, args = MANY_CALLS, (_store, ray.get)
+            case "metrics":
+                concurrency = 4
+            case _:
+                concurrency = MANY_CALLS
+        handle = self._placement.spawn(self._roles[role], role, replica, concurrency, args)
+        incarnation = self.incarnation(role, replica) + 1
+        member = _Member(role, replica, incarnation, handle)
+        self._incarnations[role, replica] = incarnation
+        self._members[role, replica] = self._by_actor[handle._actor_id.hex()] = member
+        member.watch = asyncio.create_task(self._watch(member), name=f"watch {role} {replica}")
+        return member
+
+    async def _watch(self, member: _Member) -> None:
+        """Waits for the actor's death. Unblocked by: Ray, which fails the open call at once."""
+        try:
+            await member.handle.watch.remote()
+        except RayError as error:
+            self._died(member, error)
+
+    def _died(self, member: _Member, error: RayError | str) -> ActorDied:
+        """The death of this actor, which `next_death` gives once."""
+        death = ActorDied(member.role, member.replica, member.incarnation, _short(error))
+        if not member.is_ending and not member.is_reported:
+            self._deaths.put_nowait(death)
+        member.is_reported = True
+        return death
+
+    async def _end_present(self, role: str, replica: int) -> None:
+        if (member := self._members.pop((role, replica), None)) is not None:
+            await self._end([member])
+
+    async def _end(self, members: Sequence[_Member]) -> None:
+        """Ends actors and their child processes; returns when Ray knows that they are dead."""
+        for member in members:
+            member.is_ending = True
+        alive = [member for member in members if member.watch and not member.watch.done()]
+        try:
+            endings = [
+                _settled(getattr(member.handle, ENDINGS[member.role]).remote())
+                for member in alive
+                if member.role in ENDINGS
+            ]
+            if endings:
+                await asyncio.wait(map(asyncio.ensure_future, endings), timeout=ENDING_DEADLINE_S)
+        finally:
+            for member in members:
+                ray.kill(member.handle)
+        watches = [member.watch for member in alive if member.watch]
+        if watches:
+            await asyncio.wait(watches, timeout=KILL_DEADLINE_S)
+
+    # ---- calls and what they raise -------------------------------------------------------------------------
+
+    def _present(self, role: str, replica: int = 0) -> _Member:
+        try:
+            return self._members[role, replica]
+        except KeyError:
+            raise ActorDied(role, replica, self.incarnation(role, replica), "it was ended") from None
+
+    async def _ask(self, member: _Member, method: str, *args: Any) -> Any:
+        return await self._result(getattr(member.handle, method).remote(*args), member)
+
+    async def _ask_all(self, members: Iterable[_Member], method: str, *args: Any) -> list[Any]:
+        return await asyncio.gather(*(self._ask(member, method, *args) for member in members))
+
+    async def _ready(self, member: _Member) -> None:
+        await self._result(member.handle.__ray_ready__.remote(), member)
+
+    async def _result(self, reference: Any, member: _Member) -> Any:
+        """What a call to this actor gave. Whoever waits may be cancelled; the call goes on."""
+        try:
+            return await reference
+        except RayError as error:
+            raise self._typed(error, member) from error
+
+    def _typed(self, error: RayError, member: _Member) -> HeadwayError:
+        """What an error means to the driver. `member`: whom to blame where the error names nobody."""
+        cause: BaseException = error
+        while isinstance(cause, RayTaskError) and isinstance(cause.cause, BaseException):
+            cause = cause.cause
+        match cause:
+            case EngineDead():
+                return self._died(member, str(cause))
+            case HeadwayError():
+                return cause
+            case RayActorError():
+                return self._died(self._by_actor.get(cause.actor_id, member), cause)
+            case ActorPlacementGroupRemoved() | ActorUnschedulableError():
+                return self._died(member, cause)
+            case ObjectLostError():
+                # Rows and weights are as mortal as the node, and those that an actor put itself as the actor.
+                maker = self._by_actor.get(cause.object_ref_hex[ACTOR_OF_OBJECT])
+                return Lost(_short(cause)) if maker is None else self._died(maker, cause)
+            case ObjectStoreFullError() | OutOfDiskError() if member.role == "generation":
+                # Another try needs other rows: these have no place anywhere.
+                return RolloutFailed("store_full", f"{member.role} {member.replica}: {_short(cause)}")
+            case _:
+                logs = self._folder / "logs"
+                return HeadwayError(f"{member.role} {member.replica} failed: {_short(cause)}; see {logs}")
+
+    # ---- requests from outside -----------------------------------------------------------------------------
+
+    async def next_request(self) -> tuple[int, str, Any]:
+        while not self._requests:
+            self._requests += await self._ask(self._present(CONTROL), "take", POLL_S)
+        return self._requests.popleft()
+
+    async def answer(self, ticket: int, value: Any) -> None:
+        await self._ask(self._present(CONTROL), "answer", ticket, value)
+
+    # ---- learner, and the scorers whose weights change -----------------------------------------------------
+
+    @property
+    def _ranks(self) -> list[_Member]:
+        return [self._present("learner", rank) for rank in range(self._config.learner.replicas)]
+
+    def _replicas_of(self, role: str) -> list[_Member]:
+        return [self._present(role, replica) for replica in range(self._scorers[role])]
+
+    async def start_learner(self) -> None:
+        ranks = self._ranks
+        address = await self._ask(ranks[0], "address")
+        deadline_s = self._config.learner.step_deadline_s
+        starts = [
+            self._ask(member, "start", rank, len(ranks), address, deadline_s)
+            for rank, member in enumerate(ranks)
+        ]
+        scorers = [self._ready(member) for role in self._scorers for member in self._replicas_of(role)]
+        self._num_buckets, *_ = await asyncio.gather(*starts, *scorers)
+
+    async def train(self, version: int, group_ids: Sequence[int]) -> Trained:
+        rows = await self._ask(self._present("queue"), "take", list(group_ids))
+        ranks = self._ranks
+        calls = [member.handle.train.options(num_returns=2).remote(version, *rows) for member in ranks]
+        ends = [self._result(stats, member) for (stats, _), member in zip(calls, ranks, strict=True)]
+        if "critic" in self._scorers:
+            ends += [self._ask(member, "train", version, *rows) for member in self._replicas_of("critic")]
+        stats, *others = await asyncio.gather(*ends)
+        critic_stats = others[-1] if "critic" in self._scorers else []
+        return Trained(stats=stats, critic_stats=critic_stats, columns=calls[0][1])
+
+    async def publish(self, version: int) -> Release:
+        ranks = self._ranks
+        calls = [
+            member.handle.publish.options(num_returns=1 + self._num_buckets).remote(version)
+            for member in ranks
+        ]
+        # This process owns what they return, so a version stays whole for as long as its release is kept here.
+        manifests = await asyncio.gather(
+            *(self._result(call[0], member) for call, member in zip(calls, ranks, strict=True))
+        )
+        reference, *buckets = calls[0]
+        return Release(manifest=manifests[0], reference=reference, buckets=tuple(buckets))
+
+    async def refresh_reference(self, release: Release) -> None:
+        weights = (release.reference, *release.buckets)
+        await self._ask_all(self._replicas_of("reference"), "update_weights", *weights)
+
+    async def save(self, folder: Path) -> None:
+        for role in ("learner", *self._changing):
+            (folder / role).mkdir(parents=True, exist_ok=True)
+        await self._ask_all(self._ranks, "save", str(folder / "learner"))
+        for role in self._changing:
+            await self._ask(self._present(role), "save", str(folder / role))
+
+    async def load(self, folder: Path) -> int:
+        version, *_ = await self._ask_all(self._ranks, "load", str(folder / "learner"))
+        for role in self._changing:
+            await self._ask_all(self._replicas_of(role), "load", str(folder / role))
+        return version
+
+    # ---- engines -------------------------------------------------------------------------------------------
+
+    async def start_engine(self, replica: int) -> int:
+        await self._end_present("generation", replica)
+        await self._placement.reserve_engine(replica)
+        member = self._create("generation", replica)
+        await self._ask(member, "start")
+        return member.incarnation
+
+    async def update_engine(self, replica: int, release: Release) -> None:
+        engine = self._present("generation", replica)
+        await self._ask(engine, "update_weights", release.reference, *release.buckets)
+
+    async def report(self, replica: int) -> EngineReport:
+        usage, preemptions, updates = await self._ask(self._present("generation", replica), "report")
+        return EngineReport(kv_cache_usage=usage, preemptions=preemptions, updates=updates)
+
+    async def hand_back(self, replica: int) -> None:
+        await self._ask(self._present("generation", replica), "hand_back")
+
+    async def stop_engine(self, replica: int) -> None:
+        try:
+            await self._end_present("generation", replica)
+        finally:
+            self._placement.release_engine(replica)
+
+    # ---- groups --------------------------------------------------------------------------------------------
+
+    def sample(self, replica: int, request: GroupRequest, kept: Any = None) -> _Rows:
+        engine = self._present("generation", replica)
+        rows = engine.handle.generate.remote(request, kept)
+        for role, replicas in self._scorers.items():
+            scorer = self._present(role, request.group_id % replicas).handle
+            rows = (
+                scorer.score.remote(rows, request.prompt)
+                if role == "verifiers"
+                else scorer.score.remote(rows)
+            )
+        return _Rows(rows, engine)
+
+    async def take_back(self, replica: int, group_id: int) -> Any:
+        engine = self._present("generation", replica)
+        reference = engine.handle.take_back.remote(group_id)
+        await self._result(reference, engine)
+        return reference
+
+    async def put(self, rows: _Rows) -> Receipt:
+        return await self._result(self._present("queue").handle.put.remote(rows.reference), rows.engine)
+
+    # ---- queue ---------------------------------------------------------------------------------------------
+
+    async def start_queue(self) -> None:
+        await self._end_present("queue", 0)
+        await self._ready(self._create("queue", 0))
+
+    async def restore_queue(self, file: Path) -> list[Receipt]:
+        return await self._ask(self._present("queue"), "restore", str(file))
+
+    async def save_queue(self, file: Path) -> None:
+        await self._ask(self._present("queue"), "save", str(file))
+
+    async def release(self, group_ids: Sequence[int]) -> None:
+        await self._ask(self._present("queue"), "release", list(group_ids))
+
+    async def refuse(self, group_id: int) -> None:
+        await self._ask(self._present("queue"), "refuse", group_id)
+
+    async def write_batch(self, group_ids: Sequence[int], file: Path, version: int, columns: Any) -> None:
+        await self._ask(self._present("queue"), "write_batch", list(group_ids), str(file), version, columns)
+
+    # ---- metrics -------------------------------------------------------------------------------------------
+
+    async def serve_metrics(self) -> int:
+        await self._end_present("metrics", 0)
+        metrics = self._config.metrics
+        port, wait_s = (metrics.port, 0.0) if self._port is None else (self._port, REBIND_DEADLINE_S)
+        self._port = port = await self._ask(self._create("metrics", 0), "serve", metrics.host, port, wait_s)
+        return port
+
+    async def show_metrics(self, state: dict[str, Any]) -> None:
+        await self._ask(self._present("metrics"), "restore", state)
+
+    async def scorer_updates(self) -> list[Update]:
+        updates: list[Update] = []
+        calls = [self._ask(member, "drain_updates") for member in self._replicas_of("verifiers")]
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, list):
+                updates += result
+            elif not isinstance(
+                result, ActorDied
+            ):  # whose death is reported; what the others gave is not lost
+                raise result
+        return updates
+
+
+def _store(table: pa.Table) -> Any:
+    """The queue's way into the object store. Raises `StoreFull`."""
+    try:
+        return ray.put(table)
+    except (ObjectStoreFullError, OutOfDiskError) as error:
+        raise StoreFull(_short(error)) from error
+
+
+async def _settled(reference: Any) -> None:
+    """Waits for a call whose result is of no interest."""
+    with suppress(RayError):
+        await reference
+
+
+def _short(error: object) -> str:
+    """The one line of an error that says what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].partition(" Worker exit type:")[0][:300] if lines else type(error).__name__
