@@ -19,10 +19,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from headway.actors.generation_rows import GroupRequest, GroupSampler, Sample, SampleRequest, all_of
+from headway.actors.generation_rows import (
+    GroupRequest,
+    GroupSampler,
+    Sample,
+    SampleRequest,
+    kept_samples,
+    kept_table,
+)
+from headway.actors.generation_traces import Traces, remove_traces
 from headway.core import rollouts
 from headway.core.config import Config
-from headway.core.errors import ConfigError, DataError, EngineDead, RolloutFailed, WeightUpdateFailed
+from headway.core.errors import (
+    ConfigError,
+    DataError,
+    EngineDead,
+    HandedBack,
+    RolloutFailed,
+    WeightUpdateFailed,
+)
 from headway.core.metrics import Recorder, Update
 from headway.core.prompts import Prompt
 from headway.core.weights import Manifest
@@ -30,6 +45,7 @@ from headway.core.weights import Manifest
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
+    from headway.actors.generation_pressure import Pressure
     from headway.actors.generation_transport import WireEntry
 
 
@@ -37,7 +53,7 @@ class GenerationActor:
     """Serves one complete weight version at a time.
 
     `start` must have returned before `generate`. `update_weights` may be called while requests run: they are
-    paused, keep their KV, and go on under the new version.
+    paused, keep their KV, and go on under the new version. After `hand_back` it samples nothing any more.
     """
 
     def __init__(self, config: Config, model_folder: str, replica: int) -> None:
@@ -48,12 +64,22 @@ class GenerationActor:
         self._version: int | None = None
         self._updating = asyncio.Lock()
         self._serving = asyncio.Event()
-        self._shared = _shared_file(config, replica)
+        self._leaving = False
+        self._place = _place(config, replica)
+        self._traces = Traces(self._place)
+        self._shared = self._traces.weights
         self._request_numbers = count()
+        self._sampling: set[str] = set()
+        """Requests that the engine has."""
+        self._kept: dict[int, dict[str, Sample]] = {}
+        """Of groups that were handed back, by group and label."""
+        self._pressure: Pressure | None = None
+        self._preemptions_reported = 0
 
     async def start(self) -> None:
-        """Starts the engine on the model folder. It serves nothing before the first `update_weights`."""
-        _environment(self._config, self._replica)
+        """Starts the engine on the model folder. It serves nothing before the first `update_weights`. What a killed
+        actor has left in this place of this run is removed first."""
+        _environment(self._config, self._replica, self._traces.folder)
         from transformers import AutoTokenizer
         from vllm import AsyncEngineArgs
         from vllm.config import WeightTransferConfig
@@ -61,6 +87,7 @@ class GenerationActor:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from headway.actors import generation_transport as transport
+        from headway.actors.generation_pressure import Pressure
 
         transport.register()
         config = self._config
@@ -69,6 +96,12 @@ class GenerationActor:
         self._tokenizer = AutoTokenizer.from_pretrained(self._model_folder)
         self._eos_ids = eos_token_ids(Path(self._model_folder), self._tokenizer)
         on_cpu = current_platform.is_cpu()
+
+        def pressure(*args: Any) -> Pressure:
+            self._pressure = Pressure(*args)
+            return self._pressure
+
+        remove_traces(self._place)
         self._engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=self._model_folder,
@@ -82,16 +115,19 @@ class GenerationActor:
                 enable_chunked_prefill=False if on_cpu else None,
                 max_num_batched_tokens=max(2048, config.generation.max_model_len) if on_cpu else None,
                 gpu_memory_utilization=config.generation.gpu_memory_utilization,
+                kv_cache_memory_bytes=int(config.generation.kv_cache_gib * 2**30) if on_cpu else None,
                 enable_prefix_caching=config.generation.prefix_caching,
                 skip_tokenizer_init=True,
                 # Temperature and nucleus are in the reported log-probabilities: they describe the policy that
                 # sampled, not the bare model.
                 logprobs_mode="processed_logprobs",
-                disable_log_stats=True,
+                disable_log_stats=True,  # those that vLLM logs by itself; `Pressure` still gets its own
                 weight_transfer_config=WeightTransferConfig(backend=transport.BACKEND),
                 worker_extension_cls=f"{transport.__name__}.{transport.WeightReader.__name__}",
-            )
+            ),
+            stat_loggers=[pressure],
         )
+        self._traces.note()
 
     async def serve_loaded(self, version: int = 0) -> None:
         """Serves the weights that the engine read from its model folder, as `version`."""
@@ -164,11 +200,12 @@ class GenerationActor:
         self._recorder.set("headway_engine_version", manifest.version, label=str(self._replica))
         return seconds
 
-    async def generate(self, request: GroupRequest) -> pa.Table:
-        """Samples one group. Raises `RolloutFailed` when the engine cannot, or not in `deadline_s`.
+    async def generate(self, request: GroupRequest, kept: pa.Table | None = None) -> pa.Table:
+        """Samples one group, from what is `kept` of it on where an engine handed it back (`take_back`).
 
-        The rows are those of `GroupSampler`; extra ones among them must be folded (`extra_rollouts.fold`) before the
-        table is trained on.
+        Raises `RolloutFailed` when the engine cannot, or not in `deadline_s`, which is the time that this engine may
+        take; `HandedBack` when `hand_back` came before it was complete. The rows are those of `GroupSampler`; extra
+        ones among them must be folded (`extra_rollouts.fold`) before the table is trained on.
         """
         started = time.time()
         sampler = GroupSampler(
@@ -178,15 +215,44 @@ class GenerationActor:
             encode=self._encode,
             decode=self._decode,
             special_tokens=self._tokenizer.all_special_tokens,
+            kept=kept_samples(kept) if kept is not None else {},
         )
-        async with self._within(request.deadline_s, f"group {request.group_id}"):
-            rows = await sampler.rows()
+        try:
+            async with self._within(request.deadline_s, f"group {request.group_id}"):
+                rows = await sampler.rows()
+        except HandedBack:
+            self._kept[request.group_id] = sampler.kept
+            raise
         timing = {"started": started, "finished": time.time(), "scored": None}
         return rollouts.build({**row, "timing": timing} for row in rows)
 
-    async def sample(self, request: SampleRequest) -> list[Sample]:
-        """One continuation of the prefix per seed, in order. Raises `RolloutFailed` when prefix and budget do not fit
-        the engine, when it fails, or when it passes `deadline_s`."""
+    async def hand_back(self) -> None:
+        """Stops sampling, for good. Every `generate` that is not complete ends at once with `HandedBack`, those to
+        come too; `take_back` gives what each group has. Works while an update runs or after one failed."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self._leaving = True
+        self._serving.set()  # whoever waits to be served sees that it will not be
+        try:
+            while self._sampling:
+                # Again, as one that was just being added was not found.
+                await self._engine.abort(list(self._sampling))
+                await asyncio.sleep(0.005)
+        except EngineDeadError as error:
+            raise EngineDead(f"engine {self._replica}") from error
+
+    async def take_back(self, group_id: int) -> pa.Table | None:
+        """The samples of a group that was handed back (`KEPT_SCHEMA`), those that it came with among them; None when
+        it has none. They are then forgotten here."""
+        samples = self._kept.pop(group_id, None)
+        return kept_table(samples) if samples else None
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        """One continuation of the prefix, unfinished when `hand_back` came meanwhile. Whoever awaits it sets a deadline.
+
+        Raises `RolloutFailed` when prefix and budget do not fit the engine or when it fails, `HandedBack` when nothing
+        was sampled before `hand_back`.
+        """
         limit = self._config.generation.max_model_len
         needed = len(request.prefix_ids) + request.max_new_tokens
         if limit is not None and needed > limit:
@@ -195,10 +261,63 @@ class GenerationActor:
                 f"{request.name}: a prompt of {len(request.prefix_ids)} tokens and {request.max_new_tokens} new ones "
                 f"do not fit generation.max_model_len={limit}; set it to at least {needed}",
             )
-        async with self._within(request.deadline_s, request.name):
-            samples = await all_of(self._continue(request, seed) for seed in request.seeds)
-        self._recorder.inc("headway_generation_tokens_total", sum(len(sample.ids) for sample in samples))
-        return samples
+        if not self._leaving:
+            await self._serving.wait()
+        if self._leaving:
+            raise HandedBack(request.name)
+        output = await self._ask(request)
+        ids = list(output.token_ids)
+        self._recorder.inc("headway_generation_tokens_total", len(ids))
+        if not ids and self._leaving:
+            raise HandedBack(request.name)
+        if not ids:
+            raise RolloutFailed("generation_failed", f"{request.name}: the engine returned no tokens")
+        # Decided here and not by the engine's word: the budget ended it, whatever it was doing.
+        stopped = ids[-1] in self._eos_ids
+        truncated = len(ids) >= request.max_new_tokens and not stopped
+        if not stopped and not truncated and not self._leaving:
+            raise RolloutFailed(
+                "generation_failed", f"{request.name}: the engine gave up ({output.finish_reason})"
+            )
+        return Sample(
+            ids=ids,
+            logprobs=_sampled_logprobs(output, ids),
+            version_spans=[
+                {"start": span.start, "end": span.end, "version": int(span.version)}
+                for span in output.weight_versions or ()
+                if span.end > span.start
+            ],
+            finish_reason="stop" if stopped else "length" if truncated else "abort",
+            truncated=truncated,
+        )
+
+    async def _ask(self, request: SampleRequest) -> CompletionOutput:
+        """The engine's one output: whole, or what it had when the request was aborted."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            max_tokens=request.max_new_tokens,
+            seed=request.seed,
+            stop_token_ids=self._eos_ids,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"prompt_token_ids": list(request.prefix_ids), "cache_salt": f"v{self._version}"}
+        number = str(next(self._request_numbers))
+        self._sampling.add(number)
+        final = None
+        try:
+            async for output in self._engine.generate(prompt, params, number):  # type: ignore[arg-type]
+                final = output
+        finally:
+            self._sampling.discard(number)
+        if final is None:
+            raise RolloutFailed("generation_failed", f"{request.name}: the engine returned nothing")
+        return final.outputs[0]
 
     @asynccontextmanager
     async def _within(self, deadline_s: float, what: str) -> AsyncIterator[None]:
@@ -212,43 +331,6 @@ class GenerationActor:
         except EngineDeadError as error:
             raise EngineDead(f"engine {self._replica}") from error
 
-    async def _continue(self, request: SampleRequest, seed: int) -> Sample:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            max_tokens=request.max_new_tokens,
-            seed=seed,
-            stop_token_ids=self._eos_ids,
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        await self._serving.wait()
-        prompt = {"prompt_token_ids": list(request.prefix_ids), "cache_salt": f"v{self._version}"}
-        final = None
-        async for output in self._engine.generate(prompt, params, str(next(self._request_numbers))):  # type: ignore[arg-type]
-            final = output
-        if final is None or not final.outputs[0].token_ids:
-            raise RolloutFailed("generation_failed", f"{request.name}: the engine returned no tokens")
-        output = final.outputs[0]
-        ids = list(output.token_ids)
-        stopped = ids[-1] in self._eos_ids
-        return Sample(
-            ids=ids,
-            logprobs=_sampled_logprobs(output, ids),
-            version_spans=[
-                {"start": span.start, "end": span.end, "version": int(span.version)}
-                for span in output.weight_versions or ()
-                if span.end > span.start
-            ],
-            finish_reason="stop" if stopped else (output.finish_reason or "abort"),
-            # Decided here and not by the engine's word: the budget ended it, whatever it was doing.
-            truncated=len(ids) >= request.max_new_tokens and not stopped,
-        )
-
     def _encode(self, prompt: Prompt) -> list[int]:
         return encode(self._tokenizer, prompt, chat_template=self._config.model.chat_template)
 
@@ -259,8 +341,18 @@ class GenerationActor:
         """Version that new requests are sampled under; None before the first update."""
         return self._version
 
-    async def drain_updates(self) -> list[Update]:
-        return self._recorder.drain()
+    async def report(self) -> tuple[float, int, list[Update]]:
+        """Share of the KV cache in use, requests pushed out of it since the start, and metric updates since the last
+        report. Answers while weights are updated, and before the engine has started."""
+        usage, preemptions = 0.0, 0
+        if self._pressure is not None:
+            # The scheduler speaks only after a step, and there is none after the last request was aborted.
+            usage = self._pressure.kv_cache_usage if self._sampling else 0.0
+            preemptions = self._pressure.preemptions
+        new, self._preemptions_reported = preemptions - self._preemptions_reported, preemptions
+        self._recorder.set("headway_engine_kv_cache_usage_ratio", usage, label=str(self._replica))
+        self._recorder.inc("headway_engine_preemptions_total", new, label=str(self._replica))
+        return usage, preemptions, self._recorder.drain()
 
     async def ping(self) -> bool:
         """True while the engine's processes answer."""
@@ -268,11 +360,11 @@ class GenerationActor:
         return True
 
     async def shutdown(self) -> None:
-        """Ends the engine's processes and removes the shared memory."""
-        self._shared.unlink(missing_ok=True)
+        """Ends the engine's processes and removes their files."""
         if hasattr(self, "_engine"):
             self._engine.shutdown()
             del self._engine  # its finaliser needs modules that are gone at interpreter exit
+        self._traces.remove()
 
 
 def encode(tokenizer: Any, prompt: Prompt, *, chat_template: bool) -> list[int]:
@@ -306,20 +398,19 @@ def eos_token_ids(folder: Path, tokenizer: Any) -> list[int]:
     return sorted(ids)
 
 
-def _shared_file(config: Config, replica: int) -> Path:
-    """The same for every process that takes this replica's place: what a killed one left is reused, not leaked."""
+def _place(config: Config, replica: int) -> str:
+    """The same for every process that takes this replica's place."""
     run = hashlib.blake2b(str(config.run_folder.resolve()).encode(), digest_size=4).hexdigest()
-    path = Path(f"/dev/shm/headway-{config.run.name}-{run}-{replica}")
-    path.touch(mode=0o600)
-    return path
+    return f"headway-{config.run.name}-{run}-{replica}"
 
 
-def _environment(config: Config, replica: int) -> None:
-    """vLLM reads these when it is imported."""
+def _environment(config: Config, replica: int, folder: Path) -> None:
+    """vLLM reads these when it is imported, and in its processes. `folder` is for their sockets."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(config.generation.kv_cache_gib)))
+    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only, and it would win over `kv_cache_gib`
     threads = config.generation.threads
     if threads:
         cores = sorted(os.sched_getaffinity(0), reverse=True)

@@ -7,35 +7,49 @@ import asyncio
 import hashlib
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
+import pyarrow as pa
+
 from headway.actors.extra_rollouts import branch_mark, greedy_mark, step_ends
-from headway.core.errors import ConfigError, DataError
+from headway.core.errors import ConfigError, DataError, HandedBack
 from headway.core.prompts import Message, Prompt
+from headway.core.rollouts import SCHEMA
 
 Row = dict[str, Any]
 T = TypeVar("T")
 
+KEPT_SCHEMA = pa.schema(
+    [
+        ("label", pa.string()),  # which sample of its group
+        ("ids", SCHEMA.field("response_ids").type),
+        ("logprobs", SCHEMA.field("behavior_logprobs").type),
+        ("version_spans", SCHEMA.field("version_spans").type),
+        ("finish_reason", SCHEMA.field("finish_reason").type),  # abort: unfinished
+        ("truncated", SCHEMA.field("truncated").type),
+    ]
+)
+"""What an engine has of a group that it handed back, one row per sample that has tokens."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRequest:
-    """Continuations of one token prefix, one per seed."""
+    """One continuation of a token prefix."""
 
     name: str
-    """Whose they are, in errors."""
+    """Whose it is, in errors."""
     prefix_ids: Sequence[int]
-    seeds: Sequence[int]
+    seed: int
     temperature: float
     """0: greedy; the reported log-probabilities are then those at temperature 1."""
     top_p: float
     max_new_tokens: int
-    deadline_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One continuation of a token prefix."""
+    """One continuation of a token prefix, whole or up to where an engine handed it back."""
 
     ids: list[int]
     """The sampled tokens, the final end-of-sequence token included; never empty."""
@@ -44,8 +58,26 @@ class Sample:
     version_spans: list[dict[str, int]]
     """`start`, `end` (half-open, tokens) and `version` of the weights that sampled them."""
     finish_reason: str
+    """`stop` | `length`; `abort`: unfinished."""
     truncated: bool
     """The token budget ended it, not an end-of-sequence token."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason != "abort"
+
+    def then(self, rest: Sample) -> Sample:
+        """This unfinished sample and its continuation as one."""
+        shift = len(self.ids)
+        spans = [dict(span) for span in self.version_spans]
+        for span in rest.version_spans:
+            if spans and spans[-1]["version"] == span["version"]:
+                spans[-1]["end"] = span["end"] + shift
+            else:
+                spans.append({**span, "start": span["start"] + shift, "end": span["end"] + shift})
+        return replace(
+            rest, ids=[*self.ids, *rest.ids], logprobs=[*self.logprobs, *rest.logprobs], version_spans=spans
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,18 +113,28 @@ class GroupRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSampler:
-    """Turns a group into single requests and their answers into rows."""
+    """Turns a group into single requests and their answers into rows.
+
+    Every sample of a group has a label, which gives it its seed and its place among the `kept`. A sample that was kept
+    whole is used as it is; one that was kept in part goes on after its last token, with random numbers of its own and
+    what is left of its budget. So a group goes on at another engine whatever it consists of: the steps and prompts of
+    branches and agents are made anew from the same tokens, and come out the same.
+    """
 
     request: GroupRequest
     run_seed: int
-    sample: Callable[[SampleRequest], Awaitable[list[Sample]]]
+    sample: Callable[[SampleRequest], Awaitable[Sample]]
+    """May return an unfinished sample, or raise `HandedBack` before the first token."""
     encode: Callable[[Prompt], list[int]]
     decode: Callable[[Sequence[int]], str]
     special_tokens: Sequence[str]
+    kept: dict[str, Sample] = field(default_factory=dict)
+    """Samples by label, from an earlier engine; `rows` puts there what it samples."""
 
     async def rows(self) -> list[Row]:
         """Rows of the rollout table, save for their timing: the responses in order, or each episode's agents in
-        order, then the extra rows."""
+        order, then the extra rows. Raises `HandedBack` when a sample came back unfinished; `kept` then holds all that
+        the group has."""
         request = self.request
         if request.agents:
             episodes = await all_of(self._episode(number) for number in range(request.group_size))
@@ -162,17 +204,35 @@ class GroupSampler:
     ) -> list[Sample]:
         """One sample per label; `spent` tokens of the response's budget are in the prefix."""
         request = self.request
-        return await self.sample(
-            SampleRequest(
-                name=f"group {request.group_id}" + (f", agent {agent}" if agent else ""),
-                prefix_ids=prefix_ids,
-                seeds=[_seed(self.run_seed, request.group_id, label) for label in labels],
-                temperature=request.temperature if temperature is None else temperature,
-                top_p=request.top_p,
-                max_new_tokens=request.max_new_tokens - spent,
-                deadline_s=request.deadline_s,
+        shared = SampleRequest(
+            name=f"group {request.group_id}" + (f", agent {agent}" if agent else ""),
+            prefix_ids=prefix_ids,
+            seed=0,
+            temperature=request.temperature if temperature is None else temperature,
+            top_p=request.top_p,
+            max_new_tokens=request.max_new_tokens - spent,
+        )
+        return await all_of(self._finish(shared, label) for label in labels)
+
+    async def _finish(self, request: SampleRequest, label: str) -> Sample:
+        """The sample of this label, from what is kept of it on."""
+        before = self.kept.get(label)
+        if before is not None and before.finished:
+            return before
+        ids = before.ids if before is not None else []
+        rest = await self.sample(
+            replace(
+                request,
+                prefix_ids=[*request.prefix_ids, *ids],
+                seed=_seed(self.run_seed, self.request.group_id, label, len(ids)),
+                max_new_tokens=request.max_new_tokens - len(ids),
             )
         )
+        whole = rest if before is None else before.then(rest)
+        self.kept[label] = whole
+        if not whole.finished:
+            raise HandedBack(request.name)
+        return whole
 
     def _row(
         self,
@@ -258,16 +318,35 @@ def harmless(text: str, special_tokens: Iterable[str]) -> str:
     return text
 
 
+def kept_table(samples: Mapping[str, Sample]) -> pa.Table:
+    """Samples by label, as a table that travels (`KEPT_SCHEMA`)."""
+    return pa.Table.from_pylist(
+        [{"label": label, **asdict(sample)} for label, sample in samples.items()], schema=KEPT_SCHEMA
+    )
+
+
+def kept_samples(table: pa.Table) -> dict[str, Sample]:
+    """The samples of `kept_table`; log-probabilities as float32 holds them."""
+    return {row.pop("label"): Sample(**row) for row in table.to_pylist()}
+
+
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order. The first failure ends the rest: nobody would take what they still sample."""
+    """Results in order. The first failure ends the rest: nobody would take what they still sample. Only when an engine
+    hands back all of them come to their end, which is then near: each has something to keep."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
+    except HandedBack:
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
     finally:
         for task in tasks:
             task.cancel()
 
 
-def _seed(run_seed: int, group_id: int, label: str) -> int:
-    """The same sample for the same place in a group, however often and wherever it is issued."""
-    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{group_id}/{label}".encode(), digest_size=7).digest())
+def _seed(run_seed: int, group_id: int, label: str, num_kept: int) -> int:
+    """The same sample for the same place in a group, however often and wherever it is issued; another one for what
+    comes after kept tokens, whose random numbers are used up."""
+    after = f"{num_kept}+" if num_kept else ""
+    key = f"{after}{run_seed}/{group_id}/{label}"
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest())

@@ -14,8 +14,13 @@ vLLM's worker processes are no Ray workers: this module reaches them as an entry
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import multiprocessing
+import os
+import signal
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,12 +57,29 @@ equal to the bit; this much is left to a kernel that adds up in another order. A
 to be about 2e-3 in bfloat16, which rounds the outputs, and would hide several optimizer steps of a usual size."""
 
 
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
+
+
 def register() -> None:
-    """Entry point: makes the transport known to vLLM."""
+    """Entry point: makes the transport known to vLLM. In vLLM's own processes it also sees to it that they end with
+    the actor, and write where it can clean up after them."""
+    actor = multiprocessing.parent_process()
+    if actor is not None and multiprocessing.current_process().name.startswith("EngineCore"):
+        _end_with(actor.pid)
+        tempfile.tempdir = os.environ.get("VLLM_RPC_BASE_PATH")
     # At every update it warns of layers that hold no weights, as of rotary embeddings; digests and probe know better.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, SharedMemoryTransport.__name__)
+
+
+def _end_with(parent: int | None) -> None:
+    """An actor that is killed takes its engine along: else the engine would go on, with its memory and its cores, for
+    nobody. It is asked to end (SIGTERM), as it then removes its shared memory and ends its workers."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # died before this took effect
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @dataclass

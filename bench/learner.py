@@ -113,6 +113,7 @@ def compare_speed(name: str, dtype: Literal["float32", "bfloat16"], repeats: int
         {
             "model": {"path": name, "dtype": dtype},
             "run": {"steps": 100},
+            "lag": {"max_version_lag": 100},
             "learner": {"groups_per_step": GROUPS},
         }
     )

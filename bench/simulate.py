@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from headway.cluster.scenario import Scenario
@@ -39,12 +40,13 @@ def main() -> None:
     engines, groups = (int(sys.argv[i]) if len(sys.argv) > i else n for i, n in ((1, 1000), (2, 125_000)))
     config = cluster(engines, groups)
     scenario = Scenario(length_median=1000, step_s=20, token_s=0, publish_s=2, update_s=5, pause_s=1)
+    began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         result = simulate(config, scenario, Path(folder))
-    groups = result.rollouts // GROUP_SIZE
+    cpu_s, groups = time.process_time() - began, result.rollouts // GROUP_SIZE
     print(
-        f"{engines} engines, {result.steps} steps, {result.rollouts:,} rollouts trained in {result.wall_s:.1f} s "
-        f"({groups / result.wall_s:,.0f} groups/s, {1e6 * result.wall_s / groups:.0f} us a group); "
+        f"{engines} engines, {result.steps} steps, {result.rollouts:,} rollouts trained in {result.wall_s:.1f} s, {cpu_s:.1f} s "
+        f"of CPU ({groups / result.wall_s:,.0f} groups/s, {1e6 * cpu_s / groups:.0f} us of CPU a group); "
         f"{result.run_s:,.0f} virtual seconds, engines busy {result.engine_busy_share:.0%}, learner idle "
         f"{result.learner_idle_share:.0%}, lag p50 {result.lag_p50} max {result.lag_max}"
     )

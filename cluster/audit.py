@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate, repeat
 from typing import Any
 
 
@@ -15,14 +16,17 @@ class Audit:
     """Of the whole run, each group once. A group counts as sampled when it ends, so that one whose rows were lost and
     made again is not seen twice, and one that still waits is not taken for one that was passed over.
 
-    Rewards are kept to two significant digits, because a reward model gives almost every response its own; lengths to
-    three, because they are compared after every step. So memory and time stay bounded however long the run is, and a
-    difference that no digit shows is no bias that matters.
+    Lengths and rewards are kept to two significant digits: long responses and a reward model's rewards are nearly all
+    different, and what is compared after every step must not grow with the run. A shift of less than that moves no
+    distance here; the means are exact.
     """
 
-    sampled_lengths: Counter[int] = field(default_factory=Counter)
+    sampled_lengths: Counter[float] = field(default_factory=Counter)
     """Tokens of the responses of every group that finished and ended, dropped ones included."""
-    trained_lengths: Counter[int] = field(default_factory=Counter)
+    trained_lengths: Counter[float] = field(default_factory=Counter)
+    sampled_tokens: int = 0
+    """Their exact sum."""
+    trained_tokens: int = 0
     unfinished: int = 0
     """Responses of groups that were dropped before they finished: sampled, and longer than any that finished."""
     sampled_rewards: Counter[float] = field(default_factory=Counter)
@@ -36,24 +40,27 @@ class Audit:
         """A group was issued for the first time."""
         self.dispatched_tasks[task] += 1
 
-    def train(self, task: str, lengths: Iterable[int], rewards: Iterable[float]) -> None:
+    def train(self, task: str, lengths: Sequence[int], rewards: Sequence[float]) -> None:
         """A group was trained."""
+        self._sample(lengths, rewards)
         self.trained_tasks[task] += 1
-        lengths, rewards = [_three_digits(n) for n in lengths], _rounded(rewards)
-        self.sampled_lengths.update(lengths)
-        self.trained_lengths.update(lengths)
-        self.sampled_rewards.update(rewards)
-        self.trained_rewards.update(rewards)
+        self.trained_lengths.update(map(_two_digits, lengths))
+        self.trained_tokens += sum(lengths)
+        self.trained_rewards.update(_numbers(rewards))
 
-    def drop(self, lengths: Iterable[int], rewards: Iterable[float]) -> None:
+    def drop(self, lengths: Sequence[int], rewards: Sequence[float]) -> None:
         """A finished group was dropped."""
-        self.sampled_lengths.update(map(_three_digits, lengths))
-        self.sampled_rewards.update(_rounded(rewards))
+        self._sample(lengths, rewards)
 
     def give_up(self, num_responses: int) -> None:
         """A group was dropped before it finished. How long it would have become is unknown, but not that it took longer:
         left out, the loss of the longest answers would not show."""
         self.unfinished += num_responses
+
+    def _sample(self, lengths: Sequence[int], rewards: Sequence[float]) -> None:
+        self.sampled_lengths.update(map(_two_digits, lengths))
+        self.sampled_tokens += sum(lengths)
+        self.sampled_rewards.update(_numbers(rewards))
 
     def length_ks(self) -> float:
         return _ks(self.sampled_lengths, self.trained_lengths, self.unfinished)
@@ -79,8 +86,8 @@ class Audit:
             "length_ks": self.length_ks(),
             "reward_ks": self.reward_ks(),
             "task_distance": self.task_distance(),
-            "sampled_mean": _mean(self.sampled_lengths),
-            "trained_mean": _mean(self.trained_lengths),
+            "sampled_mean": _mean(self.sampled_tokens, self.sampled_lengths),
+            "trained_mean": _mean(self.trained_tokens, self.trained_lengths),
             "unfinished": self.unfinished,
         }
 
@@ -99,36 +106,31 @@ class Audit:
         return audit
 
 
-def _ks(sampled: Counter[Any], trained: Counter[Any], above: int = 0) -> float:
+def _ks(sampled: Counter[float], trained: Counter[float], above: int = 0) -> float:
     """Kolmogorov-Smirnov distance of the two distributions: the largest difference of their cumulative shares, in
     [0, 1]; 0 while one of them is empty. `above`: further samples, larger than every value. What was trained was sampled.
     """
     num_sampled, num_trained = sampled.total() + above, trained.total()
     if not num_sampled or not num_trained:
         return 0.0
-    largest, below_sampled, below_trained = 0.0, 0, 0
-    for value in sorted(sampled):
-        below_sampled += sampled[value]
-        below_trained += trained[value]
-        largest = max(largest, abs(below_sampled / num_sampled - below_trained / num_trained))
-    return largest
+    values = sorted(sampled)
+    up_to_sampled = accumulate(map(sampled.__getitem__, values))
+    up_to_trained = accumulate(map(trained.get, values, repeat(0)))
+    return max(
+        abs(s / num_sampled - t / num_trained) for s, t in zip(up_to_sampled, up_to_trained, strict=True)
+    )
 
 
-def _mean(lengths: Counter[int]) -> float | None:
-    total = lengths.total()
-    return sum(length * count for length, count in lengths.items()) / total if total else None
+def _mean(tokens: int, lengths: Counter[float]) -> float | None:
+    number = lengths.total()
+    return tokens / number if number else None
 
 
-def _rounded(rewards: Iterable[float]) -> list[float]:
-    """A NaN has no place in an order; the learner reports it."""
+def _numbers(rewards: Sequence[float]) -> list[float]:
+    """To two digits. A NaN has no place in an order; the learner reports it."""
     return [_two_digits(reward) for reward in rewards if not math.isnan(reward)]
 
 
 @lru_cache(maxsize=4096)
-def _three_digits(length: int) -> int:
-    return length if length < 1000 else int(float(f"{length:.3g}"))
-
-
-@lru_cache(maxsize=4096)
-def _two_digits(reward: float) -> float:
-    return float(f"{reward:.2g}")
+def _two_digits(value: float) -> float:
+    return float(f"{value:.2g}")

@@ -104,9 +104,9 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
         try:
             interrupted = asyncio.run(_until_stopped(run))
         finally:
-            disconnect()
             if (config.run_folder / "metrics.jsonl").exists():
                 console.print(f"report: {write_report(config.run_folder)}", highlight=False)
+            disconnect()
     if interrupted:
         console.print(f"stopped at version {run.version}; go on with --resume", highlight=False)
         return EXIT_INTERRUPTED

@@ -88,7 +88,8 @@ class Crew(Protocol):
         ...
 
     async def answer(self, ticket: int, value: Any) -> None:
-        """Answers a request; a ticket that nobody waits for any more is no error."""
+        """Answers a request, or refuses it with a `UserError` as value; a ticket that nobody waits for any more is no
+        error."""
         ...
 
     # learner, and the scorers whose weights change

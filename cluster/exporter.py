@@ -81,6 +81,15 @@ class Exporter(Collector):
                 else:
                     self._values[key] = payload
 
+    def forget_replica(self, replica: str) -> None:
+        """Drops the gauges of an engine that has left: they would show its last moment for ever. Its counters stay, or
+        sums over replicas would fall."""
+        with self._lock:
+            for name, label in list(self._values):
+                metric = BY_NAME[name]
+                if metric.kind == "gauge" and metric.label == "replica" and label == replica:
+                    del self._values[name, label]
+
     def value(self, name: str, label: str = "") -> float:
         """Current value of a counter or gauge."""
         with self._lock:

@@ -19,7 +19,9 @@ from inspect import getmembers, iscoroutinefunction
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import ray
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -29,7 +31,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from headway.core.config import Config, Resources
-from headway.core.errors import ClusterError
+from headway.core.errors import ClusterError, StoreFull
 from headway.core.weights import ITEM_BYTES
 
 PROBE_DEADLINE_S = 5.0
@@ -112,6 +114,8 @@ def connect(config: Config) -> None:
 
 def join(address: str, run: str, **options: Any) -> None:
     """Connects this process to Ray, in a run's namespace. Raises `ClusterError`."""
+    if address == "auto":
+        address = _found()
     _probe(address)
     # Ray puts the driver's working directory first on every worker's import path. An empty folder keeps ours
     # from standing in for packages of the same name.
@@ -129,6 +133,21 @@ def join(address: str, run: str, **options: Any) -> None:
 def disconnect() -> None:
     """Leaves Ray; an instance that `connect` started ends with all its processes."""
     ray.shutdown()
+
+
+def _found() -> str:
+    """Where `auto` leads, so that it can be probed: a cluster that was killed leaves its address behind."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    try:
+        address = canonicalize_bootstrap_address("auto")
+    except ConnectionError:
+        address = None
+    if address is None:
+        raise ClusterError(
+            "no Ray cluster on this machine; start one with 'ray start --head', or name one with RAY_ADDRESS=HEAD:6379"
+        )
+    return address
 
 
 def _probe(address: str) -> None:
@@ -172,6 +191,20 @@ def check_resources(config: Config) -> None:
             )
     if faults:
         raise ClusterError("\n".join(faults))
+
+
+def store_table(table: pa.Table) -> Any:
+    """The queue's way into the object store. Raises `StoreFull`."""
+    try:
+        return ray.put(table)
+    except (ObjectStoreFullError, OutOfDiskError) as error:
+        raise StoreFull(short_reason(error)) from error
+
+
+def short_reason(error: object) -> str:
+    """The one line of an error that says what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].partition(" Worker exit type:")[0][:300] if lines else type(error).__name__
 
 
 def published_bytes(config: Config, model_folder: str) -> int:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import ray
 from ray.exceptions import (
     ActorPlacementGroupRemoved,
@@ -35,7 +34,7 @@ from headway.actors.verifier import VerifierWorker
 from headway.cluster.control import CLUSTER_FILE, Mailbox
 from headway.cluster.crew import EngineReport, Release, Trained
 from headway.cluster.exporter import Exporter
-from headway.cluster.placement import CONTROL, Placement, check_store, namespace
+from headway.cluster.placement import CONTROL, Placement, check_store, namespace, short_reason, store_table
 from headway.cluster.queue import Receipt, RolloutQueue
 from headway.core.config import Config
 from headway.core.errors import (
@@ -45,7 +44,6 @@ from headway.core.errors import (
     HeadwayError,
     Lost,
     RolloutFailed,
-    StoreFull,
 )
 from headway.core.metrics import Update
 
@@ -134,16 +132,15 @@ class RayCrew:
     # ---- life and death ------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        await self._placement.reserve()
-        weight_nodes = await self._placement.nodes("learner")
-        await asyncio.to_thread(check_store, self._config, self._model_folder, weight_nodes)
-        run = namespace(self._config.run.name)
         try:
             self._create(CONTROL, 0)
         except ValueError as error:
             raise ClusterError(
                 f"a run named {self._config.run.name!r} is on this cluster already; give this one another run.name"
             ) from error
+        await self._placement.reserve()
+        weight_nodes = await self._placement.nodes("learner")
+        await asyncio.to_thread(check_store, self._config, self._model_folder, weight_nodes)
         self._create("queue", 0)
         for rank in range(self._config.learner.replicas):
             self._create("learner", rank)
@@ -152,7 +149,7 @@ class RayCrew:
                 self._create(role, replica)
         where = {
             "address": ray.get_runtime_context().gcs_address,
-            "namespace": run,
+            "namespace": namespace(self._config.run.name),
             "pid": os.getpid(),
         }
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -199,7 +196,7 @@ class RayCrew:
                 concurrency = limits.processes + 4
                 args = (limits.processes, limits.timeout_s, limits.memory_mib)
             case "queue":
-                concurrency, args = MANY_CALLS, (_store, ray.get)
+                concurrency, args = MANY_CALLS, (store_table, ray.get)
             case "metrics":
                 concurrency = 4
             case _:
@@ -221,7 +218,7 @@ class RayCrew:
 
     def _died(self, member: _Member, error: RayError | str) -> ActorDied:
         """The death of this actor, which `next_death` gives once."""
-        death = ActorDied(member.role, member.replica, member.incarnation, _short(error))
+        death = ActorDied(member.role, member.replica, member.incarnation, short_reason(error))
         if not member.is_ending and not member.is_reported:
             self._deaths.put_nowait(death)
         member.is_reported = True
@@ -292,13 +289,17 @@ class RayCrew:
             case ObjectLostError():
                 # Rows and weights are as mortal as the node, and those that an actor put itself as the actor.
                 maker = self._by_actor.get(cause.object_ref_hex[ACTOR_OF_OBJECT])
-                return Lost(_short(cause)) if maker is None else self._died(maker, cause)
+                if maker is None:
+                    return Lost(short_reason(cause))
+                return self._died(maker, "what it had made was lost")
             case ObjectStoreFullError() | OutOfDiskError() if member.role == "generation":
                 # Another try needs other rows: these have no place anywhere.
-                return RolloutFailed("store_full", f"{member.role} {member.replica}: {_short(cause)}")
+                return RolloutFailed("store_full", f"{member.role} {member.replica}: {short_reason(cause)}")
             case _:
-                logs = self._folder / "logs"
-                return HeadwayError(f"{member.role} {member.replica} failed: {_short(cause)}; see {logs}")
+                what = f"{type(cause).__name__}: {short_reason(cause)}"
+                return HeadwayError(
+                    f"{member.role} {member.replica} failed: {what}; see {self._folder / 'logs'}"
+                )
 
     # ---- requests from outside -----------------------------------------------------------------------------
 
@@ -466,21 +467,7 @@ class RayCrew:
         return updates
 
 
-def _store(table: pa.Table) -> Any:
-    """The queue's way into the object store. Raises `StoreFull`."""
-    try:
-        return ray.put(table)
-    except (ObjectStoreFullError, OutOfDiskError) as error:
-        raise StoreFull(_short(error)) from error
-
-
 async def _settled(reference: Any) -> None:
     """Waits for a call whose result is of no interest."""
     with suppress(RayError):
         await reference
-
-
-def _short(error: object) -> str:
-    """The one line of an error that says what happened."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1].partition(" Worker exit type:")[0][:300] if lines else type(error).__name__

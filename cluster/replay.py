@@ -28,7 +28,7 @@ from headway.learner.corrections import (
 from headway.learner.pretrained import model_folder
 from headway.learner.rewards import RewardState
 from headway.learner.sft import read_demonstrations
-from headway.learner.step import prepare
+from headway.learner.step import LagOutOfBounds, policy_factors, prepare
 from headway.learner.trainer import Trainer
 
 
@@ -106,7 +106,17 @@ def _score_step(
 ) -> Score:
     algorithm = config.algorithm
     try:
-        step = prepare(groups, algorithm, max_new_tokens=config.sampling.max_new_tokens, state=state)
+        step = prepare(
+            groups,
+            algorithm,
+            max_new_tokens=config.sampling.max_new_tokens,
+            state=state,
+            lag_factors_N=torch.cat([policy_factors(group, version, config) for group in groups]),
+        )
+    except LagOutOfBounds as error:
+        raise DataError(
+            f"these rollouts cannot be scored under lag.policy={config.lag.policy}: {error}"
+        ) from error
     except SchemaError as error:
         raise DataError(
             f"these rollouts cannot be scored under algorithm.preset={algorithm.preset}: {error}"
@@ -122,11 +132,12 @@ def _score_step(
     masked = dict(step.masked_fraction)
     ess = None
     if len(tokens):
-        ess = 1.0
+        factors = step.lag_factors_N[tokens]
         if algorithm.correction:
             corrected = correct(log_correction, responses, advantages, -log_correction, algorithm)
-            ess = ess_fraction(corrected.factor_M)
+            factors = factors * corrected.factor_M
             masked |= {name: float(mask.sum()) / num_sampled for name, mask in corrected.rejected.items()}
+        ess = ess_fraction(factors)
     rewards = np.concatenate([group.rewards[group.scored] for group in groups])
     return Score(
         version=version,
@@ -164,7 +175,12 @@ def train(config: Config, run_folder: Path, name: str, say: Callable[[dict[str, 
     trainer = Trainer(config, model_folder(config.model.path), demonstrations=demonstrations)
     with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
         for start, path in files:
-            stats, _ = trainer.train(group_tables(read_parquet(path)), start)
+            try:
+                stats, _ = trainer.train(group_tables(read_parquet(path)), start)
+            except LagOutOfBounds as error:
+                raise DataError(
+                    f"{path.name} cannot be trained under lag.policy={config.lag.policy}: {error}"
+                ) from error
             for step in stats:
                 record = step_record(step, config.learner.groups_per_step)
                 file.write(json.dumps(record) + "\n")

@@ -35,7 +35,7 @@ from headway.cluster.state import Group
 from headway.cluster.supervisor import CALL_DEADLINE_S, Supervisor
 from headway.cluster.watch import Waits
 from headway.core.config import Config, dump_config
-from headway.core.errors import ActorDied, HeadwayError, Lost, NoSignal, Starved
+from headway.core.errors import ActorDied, HeadwayError, Lost, NoSignal, Starved, UserError
 from headway.core.metrics import Recorder
 from headway.core.prompts import PromptStream
 from headway.learner import checkpoint
@@ -332,21 +332,19 @@ class Session:
             except ActorDied as death:
                 await self.supervisor.repaired(death, who="control")
                 continue
-            answer = self._scale(value) if kind == "scale" else {"refused": f"unknown request {kind!r}"}
+            answer = self._scale(value) if kind == "scale" else UserError(f"unknown request {kind!r}")
             await self.supervisor.insist(
                 lambda ticket=ticket, answer=answer: self.crew.answer(ticket, answer),
                 what="an answer to be passed on",
                 stage="metrics",
             )
 
-    def _scale(self, wanted: Any) -> dict[str, Any]:
-        generation = self.config.generation
+    def _scale(self, wanted: Any) -> dict[str, Any] | UserError:
+        limit = self.config.generation.max_replicas
         if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
-            return {"refused": f"generation={wanted!r}: a run needs at least 1 engine"}
-        if generation.max_replicas is not None and wanted > generation.max_replicas:
-            return {
-                "refused": f"generation={wanted} is over generation.max_replicas={generation.max_replicas}"
-            }
+            return UserError(f"generation={wanted!r}: a run needs at least 1 engine")
+        if limit is not None and wanted > limit:
+            return UserError(f"generation={wanted} is over generation.max_replicas={limit}")
         before = self.engines.target
         self.engines.scale(wanted)
         return {"before": before, "target": wanted, "serving": self.engines.serving, "version": self.version}

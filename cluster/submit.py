@@ -3,7 +3,6 @@ prompt files that it names."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -11,9 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from headway.core.config import Config
 from headway.core.errors import ClusterError, ConfigError
@@ -21,6 +20,9 @@ from headway.core.errors import ClusterError, ConfigError
 LARGEST_SHIPPED_FILE = 50 << 20
 POLL_S = 1.0
 AGENT_DEADLINE_S = 60.0
+REQUEST_DEADLINE_S = 60.0
+LOST_AFTER_S = 300.0
+T = TypeVar("T")
 
 
 def build_wheel(target: Path) -> Path:
@@ -74,7 +76,6 @@ def submit(
 ) -> tuple[Any, str]:
     """Submits the run; returns the client and the job's id. Raises `ClusterError`."""
     from ray.exceptions import AuthenticationError
-    from ray.job_submission import JobSubmissionClient
 
     # With a token at hand the client must be told to send it, whatever the cluster's default is.
     if os.environ.get("RAY_AUTH_TOKEN") or (Path.home() / ".ray" / "auth_token").exists():
@@ -87,7 +88,7 @@ def submit(
         wheel = build_wheel(wheels)
         job_folder(config, folder)
         try:
-            client = JobSubmissionClient(address)
+            client = connect(address)
             job = _submit_when_ready(
                 client,
                 entrypoint=" ".join(["python -m headway.cluster.cli train config.json", *flags]),
@@ -100,9 +101,20 @@ def submit(
                 f"cannot submit to {address}: unauthorised; set RAY_AUTH_TOKEN to the cluster's token, or put it into "
                 "~/.ray/auth_token"
             ) from error
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise ClusterError(f"cannot submit to {address}: {str(error).splitlines()[0]}") from error
     return client, job
+
+
+def connect(address: str) -> Any:
+    """Ray's client for jobs, with a deadline for each request; by itself it waits for ever for a lost answer."""
+    from ray.job_submission import JobSubmissionClient
+
+    class Client(JobSubmissionClient):
+        def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
+            return super()._do_request(method, endpoint, timeout=REQUEST_DEADLINE_S, **options)
+
+    return Client(address)
 
 
 def _submit_when_ready(client: Any, **job: Any) -> str:
@@ -118,22 +130,37 @@ def _submit_when_ready(client: Any, **job: Any) -> str:
 
 
 def follow(client: Any, job: str) -> Iterator[str]:
-    """The job's log as it grows, until it ends. A lost connection is taken up again."""
+    """The job's log as it grows, until it ends."""
     seen = 0
     while True:
-        with contextlib.suppress(RuntimeError, ConnectionError, OSError):
-            logs = client.get_job_logs(job)
-            yield logs[seen:]
-            seen = len(logs)
-            if client.get_job_status(job).is_terminal():
-                yield client.get_job_logs(job)[seen:]
-                return
+        # The status before the log: a log that was read after the end is whole.
+        ended = _answer(job, lambda: client.get_job_status(job)).is_terminal()
+        logs = _answer(job, lambda: client.get_job_logs(job))
+        yield logs[seen:]
+        seen = len(logs)
+        if ended:
+            return
         time.sleep(POLL_S)
 
 
 def exit_code(client: Any, job: str) -> int:
     """Exit code of an ended job: its driver's own, 1 when it has none."""
-    info = client.get_job_info(job)
+    info = _answer(job, lambda: client.get_job_info(job))
     if info.status == "SUCCEEDED":
         return 0
     return info.driver_exit_code or 1
+
+
+def _answer(job: str, ask: Callable[[], T]) -> T:
+    """A lost connection is taken up again. Raises `ClusterError` after `LOST_AFTER_S` without an answer."""
+    end = time.monotonic() + LOST_AFTER_S
+    while True:
+        try:
+            return ask()
+        except (RuntimeError, OSError) as error:
+            if time.monotonic() > end:
+                raise ClusterError(
+                    f"the cluster did not answer for {LOST_AFTER_S:.0f} s; job {job} may still be running: "
+                    f"{str(error).splitlines()[0]}"
+                ) from error
+        time.sleep(POLL_S)

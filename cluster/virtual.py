@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from headway.learner.stats import StepStats
 
 
+SCORERS = ("verifiers", "reference", "critic")
+
+
 class VirtualCrew:
     """A `Crew` of virtual actors, on any event loop. What it saves is real files, of a few bytes a group. One object
     serves all sessions of a run: it can be opened again after it was closed, and incarnations go on."""
@@ -47,7 +50,6 @@ class VirtualCrew:
             role: [Actor(role, replica) for replica in range(number)]
             for role, number in self.replicas.items()
         }
-        self._turn: Counter[str] = Counter()
         self._learner = Learner(scenario.seed)
         self._queue = RolloutQueue(_same, _same, _receipt)
         self._deaths: asyncio.Queue[ActorDied] = asyncio.Queue()
@@ -344,7 +346,8 @@ class VirtualCrew:
         if not engine.alive:
             pending.end(error=engine.death("it is dead"))
             return pending
-        assert engine.version is not None, f"engine {replica} is to sample before its first complete version"
+        serves = engine.version is not None or engine.stalled  # a failed update is news to the driver
+        assert serves, f"engine {replica} is to sample before its first complete version"
         assert not engine.leaving, f"engine {replica} is to sample after it handed its groups back"
         lengths = self.scenario.draw_lengths(
             request.group_id,
@@ -354,6 +357,11 @@ class VirtualCrew:
         )
         deadline = asyncio.get_running_loop().time() + request.deadline_s
         job = Job(request, pending, lengths, deadline)
+        for scorer in self._scorers(request.group_id):
+            if scorer.alive:
+                scorer.scoring[pending] = None
+            else:
+                pending.end(error=scorer.death("it is dead"))
         if kept is not None:
             assert (kept.group_id, kept.lengths) == (request.group_id, lengths), (kept, request.group_id)
             job.kept = kept
@@ -383,31 +391,24 @@ class VirtualCrew:
             newest_weights=newest_weights,
             num_bytes=sum(job.lengths) * 33 + len(job.lengths) * (scenario.prompt_tokens * 4 + 1024),
         )
-        scorers = [self._next(role) for role in ("verifiers", "reference", "critic") if role in self._actors]
-        for scorer in scorers:
-            if not scorer.alive:
-                pending.end(error=scorer.death("it is dead"))
-                return
-        if not scenario.score_s:
-            pending.end(rows=rows)
-            return
-        timer = asyncio.get_running_loop().call_later(scenario.score_s, _scored, pending, rows, scorers)
-        for scorer in scorers:
-            scorer.scoring[pending] = timer
+        asyncio.get_running_loop().call_later(scenario.score_s, self._scored, pending, rows)
 
-    def _next(self, role: str) -> Actor:
-        """They take turns; the living before the dead."""
-        actors = self._actors[role]
-        for _ in actors:
-            self._turn[role] += 1
-            if actors[self._turn[role] % len(actors)].alive:
-                break
-        return actors[self._turn[role] % len(actors)]
+    def _scorers(self, group_id: int) -> list[Actor]:
+        roles = [role for role in SCORERS if role in self._actors]
+        return [self._actors[role][group_id % len(self._actors[role])] for role in roles]
+
+    def _scored(self, pending: Pending, rows: VirtualRows) -> None:
+        for scorer in self._scorers(rows.group_id):
+            scorer.scoring.pop(pending, None)
+        pending.end(rows=rows)
 
     async def put(self, rows: Pending) -> Receipt:
-        made = await rows.get()
         queue = self._one("queue")
         queue.check()
+        incarnation = queue.incarnation
+        made = await rows.get(queue.calls)
+        if made is None or not queue.alive or queue.incarnation != incarnation:
+            raise ActorDied("queue", 0, incarnation, "it died while rows were on their way")
         if asyncio.get_running_loop().time() < self._full_until:
             raise StoreFull("the virtual object store is full")
         return await self._queue.put(made)
@@ -415,8 +416,8 @@ class VirtualCrew:
     # ---- queue and metrics ---------------------------------------------------------------------------------
 
     async def start_queue(self) -> None:
-        await self._start(self._one("queue"))
         self._queue = RolloutQueue(_same, _same, _receipt)
+        await self._start(self._one("queue"))
 
     async def restore_queue(self, file: Path) -> list[Receipt]:
         await self._one("queue").work(0)
@@ -451,12 +452,6 @@ class VirtualCrew:
 
     async def scorer_updates(self) -> list[Update]:
         return []
-
-
-def _scored(pending: Pending, rows: VirtualRows, scorers: Sequence[Actor]) -> None:
-    for scorer in scorers:
-        scorer.scoring.pop(pending, None)
-    pending.end(rows=rows)
 
 
 def _same(rows: VirtualRows) -> VirtualRows:

@@ -52,15 +52,19 @@ class Pending:
                 _settle(future)
             self.waiting.clear()
 
-    async def get(self) -> VirtualRows:
+    async def get(self, calls: dict[asyncio.Future[None], None]) -> VirtualRows | None:
+        """The rows; raises the failure. None when whoever ends these calls came first."""
         if self.rows is None and self.error is None:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.waiting.append(future)
-            await future
-        if self.rows is not None:
-            return self.rows
-        assert self.error is not None
-        raise self.error
+            calls[future] = None
+            try:
+                await future
+            finally:
+                calls.pop(future, None)
+        if self.error is not None:
+            raise self.error
+        return self.rows
 
 
 def _settle(future: asyncio.Future[None]) -> None:
@@ -125,7 +129,9 @@ class Actor:
         self.incarnation = 0
         self.alive = False
         self.calls: dict[asyncio.Future[None], None] = {}
-        self.scoring: dict[Pending, asyncio.TimerHandle | None] = {}
+        """What ends when it dies, for someone else to find out."""
+        self.scoring: dict[Pending, None] = {}
+        """Groups that it is to score, from `sample` on."""
 
     def born(self) -> None:
         self.incarnation += 1
@@ -161,9 +167,7 @@ class Actor:
     def die(self) -> ActorDied:
         self.alive = False
         error = self.death()
-        for pending, timer in self.scoring.items():
-            if timer:
-                timer.cancel()
+        for pending in self.scoring:
             pending.end(error=error)
         self.scoring.clear()
         for call in self.calls:
@@ -172,8 +176,8 @@ class Actor:
         return error
 
 
-ROUNDING_TOKENS = 1e-3
-"""The event loop runs timers up to a nanosecond early."""
+ROUNDING_TOKENS = 1e-6
+"""Of a sum over many spans of time."""
 
 
 class Engine(Actor):
@@ -199,7 +203,7 @@ class Engine(Actor):
         """of the time in which it served a version."""
         self.served_since = math.inf
         """When it served its first version."""
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[Job, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._reset()
 
@@ -231,7 +235,7 @@ class Engine(Actor):
         self._advance()
         self._halted = True
         error = super().die()
-        for job in self.jobs.values():
+        for job in self.jobs:
             job.pending.end(error=error)
         self.jobs.clear()
         self._set_timer()
@@ -251,9 +255,8 @@ class Engine(Actor):
         return held / capacity
 
     def add(self, job: Job) -> None:
-        group_id = job.request.group_id
-        assert group_id not in self.jobs, f"engine {self.replica} samples group {group_id} already"
-        self.jobs[group_id] = job
+        """The same group may be here already, sampled for nobody since its scorer died."""
+        self.jobs[job] = None
         self._earliest_deadline = min(self._earliest_deadline, job.deadline)
         if self._scenario.prefill_s > 0:
             asyncio.get_running_loop().call_later(
@@ -263,9 +266,8 @@ class Engine(Actor):
             self._decode(job, self.incarnation)
 
     def _decode(self, job: Job, incarnation: int) -> None:
-        if job.stopped or not self.alive or self.incarnation != incarnation:
+        if job.stopped or not self.alive or self.incarnation != incarnation or self.version is None:
             return
-        assert self.version is not None
         kept = job.kept
         job.oldest, job.oldest_weights = (
             (self.version, self.weights) if kept is None else (kept.oldest, kept.oldest_weights)
@@ -323,21 +325,21 @@ class Engine(Actor):
             if not job.open:
                 self._end(job)
         if self._since + 1e-6 >= self._earliest_deadline:
-            for job in [job for job in self.jobs.values() if job.deadline <= self._since + 1e-6]:
+            for job in [job for job in self.jobs if job.deadline <= self._since + 1e-6]:
                 self._stop(
                     job, RolloutFailed("straggler", f"unfinished after {job.request.deadline_s:.0f} s")
                 )
-            self._earliest_deadline = min((job.deadline for job in self.jobs.values()), default=math.inf)
+            self._earliest_deadline = min((job.deadline for job in self.jobs), default=math.inf)
         self._fill()
         self._set_timer()
 
     def _end(self, job: Job) -> None:
-        del self.jobs[job.request.group_id]
+        del self.jobs[job]
         job.stopped = True
         self._finished(self, job)
 
     def _stop(self, job: Job, error: Exception) -> None:
-        del self.jobs[job.request.group_id]
+        del self.jobs[job]
         job.stopped = True
         self._decoding = [entry for entry in self._decoding if entry[3] is not job]
         heapq.heapify(self._decoding)
@@ -348,22 +350,19 @@ class Engine(Actor):
         """Stops all groups and keeps what they have."""
         self._advance()
         self.leaving = True
-        remaining: dict[int, list[int]] = {
-            group_id: [0] * len(job.lengths) for group_id, job in self.jobs.items()
-        }
+        remaining = {job: [0] * len(job.lengths) for job in self.jobs}
         for threshold, _, sample, job in self._decoding:
-            remaining[job.request.group_id][sample] = max(
-                1, math.ceil(threshold - self._service - ROUNDING_TOKENS)
-            )
+            remaining[job][sample] = max(1, math.ceil(threshold - self._service - ROUNDING_TOKENS))
         for tokens, sample, job in self._waiting:
-            remaining[job.request.group_id][sample] = tokens
-        for group_id, job in list(self.jobs.items()):
+            remaining[job][sample] = tokens
+        for job, tokens in remaining.items():
+            group_id = job.request.group_id
             if job.oldest is not None:
                 assert self.version is not None
                 self.handed_back[group_id] = Kept(
                     group_id=group_id,
                     lengths=job.lengths,
-                    remaining=tuple(remaining[group_id]),
+                    remaining=tuple(tokens),
                     oldest=job.oldest,
                     oldest_weights=job.oldest_weights,
                     newest=self.version,

@@ -112,8 +112,8 @@ def prepare_batch(
     """The optimizer steps of a batch of one table per group, taken up at the learner's `version`: the step of index k
     starts from version + k, and that is what its tokens' version lag counts from. Takes `state` that many steps on.
 
-    Raises `ValueError` for a wrong number of groups, `LagOutOfBounds` as `policy_factors` does, and `SchemaError` as
-    `unpack` and `prepare` do; before the last of these `state` is as it was."""
+    Raises `ValueError` for a wrong number of groups, `LagOutOfBounds` as `policy_factors` does (both leave `state` as it
+    was), and `SchemaError` as `unpack` and `prepare` do."""
     if len(tables) != config.groups_per_batch:
         raise ValueError(f"a batch is {config.groups_per_batch} groups, got {len(tables)}")
     groups = [unpack(table) for table in tables]

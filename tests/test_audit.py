@@ -59,10 +59,14 @@ def test_continuous_values_do_not_make_it_grow() -> None:
         audit.train("a", [rng.randint(1, 30_000)], [rng.random(), -rng.random()])
     # Two digits: 90 values in each of the decades from 0.1 to 1 and 0.01 to 0.1, fewer below, of either sign.
     assert len(audit.sampled_rewards) < 2 * 90 * 6
-    # Three digits: 999 values up to 999, 900 up to 9,990, 201 up to 30,000.
-    assert len(audit.sampled_lengths) <= 999 + 900 + 201
-    mean = audit.record()["trained_mean"]
-    assert abs(mean / 15_000 - 1) < 0.02
+    # 9 values up to 9, 90 in each of the decades up to 9,900, and 21 up to 30,000.
+    assert len(audit.sampled_lengths) <= 9 + 3 * 90 + 21
+
+
+def test_means_are_exact_although_lengths_are_rounded() -> None:
+    audit = Audit()
+    audit.train("a", [1004, 1003], [])
+    assert audit.trained_lengths == {1000: 2} and audit.record()["trained_mean"] == 1003.5
 
 
 def test_a_reward_that_is_no_number_has_no_place_in_an_order() -> None:

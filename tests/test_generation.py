@@ -244,19 +244,18 @@ async def test_a_sample_continues_exactly_the_tokens_of_its_prefix(
     greedy = SampleRequest(
         name="prefix",
         prefix_ids=prefix,
-        seeds=[1],
+        seed=1,
         temperature=0.0,
         top_p=1.0,
         max_new_tokens=12,
-        deadline_s=60.0,
     )
-    (whole,) = await engine.sample(greedy)
+    whole = await engine.sample(greedy)
     assert whole.ids == learner.greedy(prefix, len(whole.ids))
     first = whole.ids[:3]
-    (rest,) = await engine.sample(replace(greedy, prefix_ids=[*prefix, *first], max_new_tokens=9))
+    rest = await engine.sample(replace(greedy, prefix_ids=[*prefix, *first], max_new_tokens=9))
     assert [*first, *rest.ids] == whole.ids
     assert rest.version_spans == [{"start": 0, "end": len(rest.ids), "version": learner.version}]
-    one, two, other = await engine.sample(replace(greedy, seeds=[1, 1, 2], temperature=1.0))
+    one, two, other = [await engine.sample(replace(greedy, seed=seed, temperature=1.0)) for seed in (1, 1, 2)]
     assert one == two and one.ids != other.ids
     with pytest.raises(
         RolloutFailed, match=r"prefix: a prompt of 5 tokens and 252 .*max_model_len=256; .* 257"
@@ -325,7 +324,7 @@ async def test_an_agents_prompt_that_is_too_long_fails_its_group(engine: Generat
 
 async def test_metrics_of_the_engine(engine: GenerationActor) -> None:
     updates: dict[tuple[str, str], Any] = {
-        (name, label): value for name, label, value in await engine.drain_updates()
+        (name, label): value for name, label, value in (await engine.report())[2]
     }
     assert updates["headway_engine_version", "0"] == await engine.version()
     assert updates["headway_generation_tokens_total", ""] > 100

@@ -226,6 +226,13 @@ def test_a_low_ess_lowers_the_bound_of_admission_alone(tmp_path: Path) -> None:
     assert again.gate.bound == 2
 
 
+def test_the_bound_of_admission_never_falls_below_what_one_batch_needs(tmp_path: Path) -> None:
+    groups = books(tmp_path, config(lag={"ess_floor": 0.5}, learner={"steps_per_batch": 2}))
+    for _ in range(5):
+        groups.observe_ess(0.1)
+    assert groups.gate.bound == 1 and groups.gate.capacity(0) == 4  # two steps of two groups
+
+
 def long_share(tmp_path: Path, policy: str) -> tuple[Counter[str], Groups]:
     """Every other answer takes 10 ticks and is 10 times as long, a learner step takes 1 tick, the bound is 2. Engines
     always serve the newest version, so a token's version is that of the tick at which it is sampled."""
@@ -293,6 +300,12 @@ def test_what_never_finished_was_sampled_and_was_longer(tmp_path: Path) -> None:
     assert found["headway_audit_task_distance"] == pytest.approx(2 / 3 - 1 / 2)
     assert found["headway_audit_reward_ks"] == 0.0
     assert groups.audit.record()["unfinished"] == 4
+    batch = [issue(groups), issue(groups)]
+    for group in batch:
+        finish(groups, group)
+    groups.train(batch, 0)
+    groups.observe()
+    assert gauges(recorder)["headway_audit_length_ks"] == pytest.approx(4 / 20)
 
 
 def test_dropped_rewards_show_in_the_audit(tmp_path: Path) -> None:
@@ -341,6 +354,7 @@ def test_groups_that_died_with_the_queue_are_issued_again_first_and_in_order(tmp
     assert list(groups.reissue) == [0, 2, 3]
     assert groups.gate.capacity(0) == before + 3 and groups.gate.accepted == 1 and groups.gate.running == 1
     assert (groups.room.queued_groups, groups.room.queued_bytes) == (1, 100)
+    assert groups.take_sampled_reward() is None  # none of them has ended
     assert groups.ledger.live == {0: "running", 1: "finished", 2: "running", 3: "running", 4: "running"}
     with pytest.raises(KeyError):
         groups.lose([0])

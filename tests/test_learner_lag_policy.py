@@ -213,7 +213,7 @@ def test_a_version_that_does_not_exist_yet_is_refused(policy: str) -> None:
     with pytest.raises(
         LagOutOfBounds, match=r"group 0, rollout 0/2: .* version 9 sampled.* lag of -1 is negative"
     ):
-        step_of(table([[0], [], [0, -1]], [1, 0, 0]), settings_)
+        step_of(table([[0], [], [-1, 0]], [1, 0, 0]), settings_)
 
 
 def test_only_tokens_that_the_policy_sampled_have_a_lag() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import subprocess
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -68,19 +70,69 @@ def test_nan_is_counted_and_never_exported() -> None:
     assert not [line for line in samples if line.endswith(("NaN", "-0.0", "Inf"))]
 
 
-def test_counters_go_on_after_a_resume_and_gauges_do_not() -> None:
+def test_a_restored_endpoint_shows_what_the_state_says_and_nothing_else() -> None:
     recorder, exporter = Recorder(), Exporter()
     recorder.inc("headway_trained_tokens_total", 10)
     recorder.set("headway_queue_groups", 4)
+    recorder.set("headway_engine_version", 7, label="3")
     recorder.observe("headway_reward", [1.0])
     exporter.apply(recorder.drain())
-    resumed = Exporter()
-    resumed.restore(exporter.state())
+    recorder.inc("headway_trained_tokens_total", 1000)
+    recorder.set("headway_engine_version", 2, label="5")
+    other = Exporter()
+    other.apply(recorder.drain())
+    other.restore(json.loads(json.dumps(exporter.state())))
+    assert scrape(other) == scrape(exporter)
     recorder.inc("headway_trained_tokens_total", 5)
-    resumed.apply(recorder.drain())
-    assert resumed.value("headway_trained_tokens_total") == 15
-    assert resumed.value("headway_queue_groups") == 0
-    assert "headway_reward_sum 1.0" in scrape(resumed)
+    other.apply(recorder.drain())
+    assert other.value("headway_trained_tokens_total") == 15
+    assert exporter.value("headway_trained_tokens_total") == 10
+
+
+def test_a_state_of_another_version_of_the_table_is_taken_as_far_as_it_goes() -> None:
+    exporter = Exporter()
+    exporter.restore(
+        {
+            "counters": [
+                ["headway_gone_total", "", 1.0],
+                ["headway_groups_total", "renamed", 2.0],
+                ["headway_groups_total", "", 3.0],
+                ["headway_trained_tokens_total", "labelled", 4.0],
+                ["headway_loss", "", 5.0],
+                ["headway_groups_total", "trained", 6.0],
+            ],
+            "histograms": [["headway_reward", "", [1, 2], 3.0], ["headway_reward", "x", [0] * 10, 3.0]],
+        }
+    )
+    fresh = scrape(Exporter())
+    changed = [line for line in scrape(exporter).splitlines() if line not in fresh.splitlines()]
+    assert changed == ['headway_groups_total{state="trained"} 6.0']
+
+
+def test_the_series_of_an_engine_that_has_left_go() -> None:
+    recorder, exporter = Recorder(), Exporter()
+    for replica in ("1", "12"):
+        recorder.set("headway_engine_version", 3, label=replica)
+        recorder.inc("headway_engine_preemptions_total", 2, label=replica)
+    exporter.apply(recorder.drain())
+    exporter.forget_replica("1")
+    assert [line for line in scrape(exporter).splitlines() if "replica=" in line] == [
+        'headway_engine_version{replica="12"} 3.0',
+        'headway_engine_preemptions_total{replica="1"} 2.0',
+        'headway_engine_preemptions_total{replica="12"} 2.0',
+    ]
+
+
+def test_an_endpoint_that_starts_again_waits_for_its_port() -> None:
+    first, second = Exporter(), Exporter()
+    port = first.serve("127.0.0.1", 0)
+    timer = threading.Timer(0.3, first.close)
+    timer.start()
+    try:
+        assert second.serve("127.0.0.1", port, wait_s=10) == port
+    finally:
+        timer.join()
+        second.close()
 
 
 def test_two_exporters_live_side_by_side_and_a_taken_port_is_passed_over() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,14 +11,18 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from headway.cluster import submit as jobs
 from headway.cluster.submit import build_wheel
+from headway.core.errors import ClusterError
 
 pytestmark = pytest.mark.timeout(600)
 TOKEN = "6f9619ff8b86d011b42d00c04fc964ff6f9619ff8b86d011b42d00c04fc964ff"
@@ -120,3 +125,53 @@ def test_the_wheel_holds_every_module_under_its_full_name(root: Path, tmp_path: 
             assert f"headway/{folder}/{source.name}" in names
     assert "headway/cluster/report.html.j2" in names
     assert not (root / "build" / "lib").exists()
+
+
+class Dashboard(BaseHTTPRequestHandler):
+    """Ray's, with one job. Requests for what `left` names get no answer, as many times as it says."""
+
+    left: dict[str, int]
+    over: threading.Event
+
+    def do_GET(self) -> None:
+        for part in self.left:
+            if self.path.endswith(part) and self.left[part]:
+                self.left[part] -= 1
+                self.over.wait()
+                return
+        job = {"type": "SUBMISSION", "submission_id": "job", "status": "SUCCEEDED", "entrypoint": "python"}
+        answers = {
+            "version": {"version": "4", "ray_version": "2.60.0", "ray_commit": ""},
+            "logs": {"logs": "trained\n"},
+        }
+        body = json.dumps(answers.get(self.path.rsplit("/", 1)[-1], job)).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("lost", [1, 1000])
+def test_a_request_without_an_answer_is_sent_again_but_not_for_ever(
+    lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("REQUEST_DEADLINE_S", 0.2), ("LOST_AFTER_S", 1.0), ("POLL_S", 0.01)):
+        monkeypatch.setattr(jobs, name, value)
+    over = threading.Event()
+    handler = type("Handler", (Dashboard,), {"left": {"logs": lost, "job": 1}, "over": over})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            client = jobs.connect(f"http://127.0.0.1:{server.server_port}")
+            if lost == 1:
+                assert "".join(jobs.follow(client, "job")) == "trained\n"
+                assert jobs.exit_code(client, "job") == 0
+            else:
+                with pytest.raises(ClusterError, match="job job may still be running"):
+                    list(jobs.follow(client, "job"))
+        finally:
+            over.set()
+            server.shutdown()

@@ -104,6 +104,28 @@ def test_a_deadlock_is_an_error_that_names_who_waits():
         run_virtual(main())
 
 
+def test_what_a_timer_raises_ends_the_run():
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(5, lambda: 1 // 0)
+        await asyncio.sleep(10)
+
+    with pytest.raises(ZeroDivisionError):
+        run_virtual(main())
+
+
+def test_timers_of_one_time_run_in_the_order_in_which_they_were_set():
+    async def main() -> list[int]:
+        seen: list[int] = []
+        for number in range(100):
+            asyncio.get_running_loop().call_at(3.0, seen.append, number)
+        for _ in range(2000):
+            asyncio.get_running_loop().call_at(2.0, seen.append, -1).cancel()
+        await asyncio.sleep(3.0)
+        return seen
+
+    assert run_virtual(main()) == list(range(100))
+
+
 def test_time_is_exact_over_a_million_seconds_of_thirds():
     async def main() -> float:
         for _ in range(3000):
@@ -326,26 +348,33 @@ def test_half_an_update_is_an_error_and_samples_no_more():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1e6):
                 await crew.put(pending)
+        assert await crew.start_engine(0) == 2
         with pytest.raises(AssertionError, match="before its first complete version"):
             crew.sample(0, request(1))
 
     run_virtual(main())
 
 
-def test_groups_die_with_their_verifier_and_another_takes_over():
-    async def main() -> list[int]:
-        scenario = replace(EVEN, score_s=10, failures=(Failure(time_s=36, event="verifiers", replica=1),))
+def test_groups_die_with_their_verifier():
+    """Odd groups are scored by verifier 1; their rows die with it as soon as it does, scored or not."""
+
+    async def main() -> None:
+        scenario = replace(EVEN, score_s=10, failures=(Failure(time_s=14, event="verifiers", replica=1),))
         crew = await ready(scenario, verifiers__replicas=2)
+        even = asyncio.ensure_future(crew.put(crew.sample(0, request(2))))
         with pytest.raises(ActorDied, match="verifiers 1 died"):
-            await crew.put(crew.sample(0, request(0)))
-        receipts = [await crew.put(crew.sample(0, request(group_id))) for group_id in (0, 1)]
+            await crew.put(crew.sample(0, request(1)))
+        assert now() == 14
+        with pytest.raises(ActorDied, match="verifiers 1 died: it is dead"):
+            await crew.put(crew.sample(0, request(3)))
         await crew.replace("verifiers", 1)
         assert crew.incarnation("verifiers", 1) == 2
+        again = asyncio.ensure_future(crew.put(crew.sample(0, request(1))))
+        assert [(await task).group_id for task in (even, again)] == [2, 1]
         with pytest.raises(Lost):
             await crew.replace("learner", 0)
-        return [receipt.group_id for receipt in receipts]
 
-    assert run_virtual(main()) == [0, 1]
+    run_virtual(main())
 
 
 def test_the_queue_dies_with_what_it_holds_and_rows_on_their_way_survive():
@@ -355,8 +384,12 @@ def test_the_queue_dies_with_what_it_holds_and_rows_on_their_way_survive():
         pending = crew.sample(0, request(1))
         with pytest.raises(ActorDied, match="queue 0 died"):
             await crew.put(pending)
+        assert now() == 40
+        with pytest.raises(ActorDied, match="queue 0 died: it is dead"):
+            await crew.put(pending)
         await crew.start_queue()
         assert (await crew.put(pending)).group_id == 1
+        assert now() == 64
         with pytest.raises(HeadwayError, match=r"does not hold groups \[0\]"):
             await crew.train(0, [0])
 
