@@ -16,7 +16,8 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from headway.cluster.placement import Placement, connect
+from headway.cluster.placement import connect, disconnect, store_table
+from headway.cluster.queue import RolloutQueue
 from headway.core import rollouts
 from headway.core.config import parse_config
 from headway.core.rollouts import SCHEMA
@@ -65,9 +66,9 @@ class Producer:
 def main() -> None:
     config = parse_config({"run": {"name": "bench-queue"}, "metrics": {"port": 0}})
     connect(config)
-    place = Placement(config, config.run_folder.resolve())
-    queue = place.queue()
-    ray.get(queue.ping.remote())
+    actor: Any = ray.remote(RolloutQueue).options(num_cpus=0, max_concurrency=10_000)
+    queue = actor.remote(store_table, ray.get)
+    ray.get(queue.__ray_ready__.remote())
     table = group(0)
     print(
         f"one group: {ROWS} x {TOKENS} tokens, {table.nbytes / 2**20:.2f} MiB, schema of {len(SCHEMA)} columns"
@@ -110,7 +111,7 @@ def main() -> None:
         ray.kill(producer)
     (reference,) = get(queue.take.remote([7]))
     print(f"rows after the producers died: {get(reference).num_rows}")
-    place.close()
+    disconnect()
 
 
 if __name__ == "__main__":

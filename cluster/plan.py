@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -249,9 +251,7 @@ def _read_groups(run_folder: Path, records: Sequence[Mapping[str, Any]], fitted:
         file = pq.ParquetFile(path)
         check_schema(file.schema_arrow)
         table = file.read(["group_id", "prompt_ids", "loss_mask", "timing", "version_spans"])
-        ids, first, of_row = np.unique(
-            table["group_id"].to_numpy(), return_index=True, return_inverse=True
-        )
+        ids, first, of_row = np.unique(table["group_id"].to_numpy(), return_index=True, return_inverse=True)
         length = np.array(lengths(table, "loss_mask"))
         timing = table["timing"].to_pylist()
         spans = np.array(lengths(table, "version_spans"))
@@ -412,9 +412,12 @@ def plan(
         return _split(_with(config, engines, lag, steps), speeds, learners, used)
 
     at(*own, own_lag)  # loads what the simulator needs
-    steps = 20
-    wall_s = _wall_s(_with(config, own[0], own_lag, steps), scenario)
-    steps = round(min(max(PLAN_S / SIMULATIONS / (wall_s / steps), STEPS[0]), STEPS[1]))
+    at.cache_clear()
+    steps = max(5, 500 // config.groups_per_batch)
+    began = time.monotonic()
+    at(*own, own_lag)
+    step_wall_s = (time.monotonic() - began) / (steps + own_lag + 1)
+    steps = round(min(max(PLAN_S / SIMULATIONS / step_wall_s, STEPS[0]), STEPS[1]))
     at.cache_clear()
 
     def full(learners: int) -> Split:
@@ -422,25 +425,29 @@ def plan(
 
     choices = [full(learners) for learners in _spread(most)]
     limit = min(split.step_s for split in choices) * (1 + TIE)
-    if limit == float("inf"):
+    if limit == math.inf:
         raise ConfigError(
             f"no division of {gpus} makes a step within run.no_progress_deadline_s="
             f"{config.run.no_progress_deadline_s:g} at these speeds; give more GPUs, or raise the deadlines"
         )
-    best = min((s for s in choices if s.step_s <= limit), key=lambda s: (s.gpus, s.lag_p95, s.step_s))
-    low, high = 0, best.engines
-    while high - low > 1:  # the fewest engines that are as fast
-        middle = (low + high) // 2
-        low, high = (low, middle) if at(middle, best.ranks, own_lag).step_s <= limit else (middle, high)
-    best = at(high, best.ranks, own_lag)
-    for learners in reversed([number for number in _spread(most) if number < best.ranks]):
-        fewer = at(best.engines, learners, own_lag)
-        if fewer.step_s > limit:
-            break
-        best = fewer
 
+    def shrunk(split: Split) -> Split:
+        """With the fewest engines, then ranks, that keep within the limit."""
+        low, high = 0, split.engines
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if at(middle, split.ranks, own_lag).step_s <= limit else (middle, high)
+        split = at(high, split.ranks, own_lag)
+        for learners in reversed([number for number in _spread(most) if number < split.ranks]):
+            if (fewer := at(split.engines, learners, own_lag)).step_s > limit:
+                break
+            split = fewer
+        return split
+
+    ties = [shrunk(split) for split in choices if split.step_s <= limit]
+    best = min(ties, key=lambda split: (split.gpus, split.lag_p95, split.step_s))
     room = int((gpus - best.ranks * rank_gpus) // engine_gpus)
-    splits = {(s.engines, s.ranks): s for s in choices}
+    splits = {(s.engines, s.ranks): s for s in (*choices, *ties)}
     for engines in {best.engines, *_spread(room)}:
         splits[engines, best.ranks] = at(engines, best.ranks, own_lag)
     lags = sorted({own_lag, *(lag for lag in LAGS if lag >= config.learner.steps_per_batch - 1)})
@@ -469,7 +476,7 @@ def plan(
 
 def learner_slowness(measured: int, ranks: int, efficiency: float) -> float:
     """Time of a step with `ranks` over that with `measured`: halves, over `efficiency`, with each doubling."""
-    return (measured / ranks) * efficiency ** -np.log2(ranks / measured)
+    return (measured / ranks) * efficiency ** -math.log2(ranks / measured)
 
 
 def _advice(
@@ -479,20 +486,24 @@ def _advice(
     lag, idle = best.max_version_lag, best.learner_idle_share
     engines = min(max(1, round(best.engines * idle / max(1 - idle, 0.1))), best.engines)
     ranks = max(1, best.ranks // 2)
+    fastest = min(s.step_s for s in by_lag if s.max_version_lag >= lag)
     relief = {
         "generation": at(best.engines + engines, best.ranks, lag),
         "learner": at(best.engines, best.ranks + ranks, lag),
-        "lag": min((s for s in by_lag if s.max_version_lag >= lag), key=lambda s: s.step_s),
+        "lag": next(s for s in by_lag if s.max_version_lag >= lag and s.step_s <= (1 + TIE) * fastest),
     }
     name, relieved = min(relief.items(), key=lambda item: item[1].step_s)
     gain = 1 - relieved.step_s / best.step_s
-    first = f"{best.engines} engines and {best.ranks} learner ranks ({best.gpus:g} {places}): {best.step_s:.3g} s a step"
+    first = f"{count(best.engines, 'engine')} and {count(best.ranks, 'learner rank')} ({best.gpus:g} {places}): {best.step_s:.3g} s a step"
     shares = f"the learner waits {idle:.0%} of the time, the engines stand idle {best.engine_idle_share:.0%}"
     if gain < TIE:
-        return "none", f"{first}; {shares}, and neither more engines, more ranks nor a higher lag would gain much"
+        return (
+            "none",
+            f"{first}; {shares}, and neither more engines, more ranks nor a higher lag would gain much",
+        )
     more = {
-        "generation": f"{engines} more engines would take {relieved.step_s:.3g} s ({-gain:.0%})",
-        "learner": f"{ranks} more learner ranks would take {relieved.step_s:.3g} s ({-gain:.0%})",
+        "generation": f"{count(engines, 'more engine')} would take {relieved.step_s:.3g} s ({-gain:.0%})",
+        "learner": f"{count(ranks, 'more learner rank')} would take {relieved.step_s:.3g} s ({-gain:.0%})",
         "lag": f"lag.max_version_lag={relieved.max_version_lag} would take {relieved.step_s:.3g} s ({-gain:.0%})",
     }
     what = {"generation": "generation", "learner": "the learner", "lag": "the lag bound"}[name]
@@ -514,7 +525,7 @@ def _split(config: Config, scenario: Scenario, ranks: int, gpus: float) -> Split
     }
     if result is None:
         shares = dict.fromkeys(("learner_idle_share", "engine_idle_share", "dropped_share"), 1.0)
-        return Split(**place, **shares, step_s=float("inf"), tokens_per_s=0.0, lag_p50=0, lag_p95=0)
+        return Split(**place, **shares, step_s=math.inf, tokens_per_s=0.0, lag_p50=0, lag_p95=0)
     # Per step and settled step time: at the end of a run engines stand idle, as there is nothing left to sample.
     live_s = result.run_s - scenario.publish_s - scenario.update_s
     per_step = live_s / (result.steps * result.step_s)
@@ -529,11 +540,6 @@ def _split(config: Config, scenario: Scenario, ranks: int, gpus: float) -> Split
         engine_idle_share=max(0.0, 1 - result.engine_busy_share * per_step),
         dropped_share=dropped / (dropped + result.steps * config.learner.groups_per_step),
     )
-
-
-def _wall_s(config: Config, scenario: Scenario) -> float:
-    with tempfile.TemporaryDirectory(prefix="headway-plan-") as folder:
-        return simulate(config, scenario, Path(folder)).wall_s
 
 
 def _with(config: Config, engines: int, lag: int, steps: int) -> Config:
@@ -559,3 +565,7 @@ def _spread(most: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12 ... and `most`; all up to 8."""
     grid = {*range(1, 9), *(n << k for k in range(2, 20) for n in (2, 3))}
     return sorted({number for number in grid if number <= most} | {most})
+
+
+def count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
