@@ -21,6 +21,10 @@ from typing import Any
 
 import pyarrow as pa
 import ray
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
+from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -114,8 +118,12 @@ def connect(config: Config) -> None:
 
 def join(address: str, run: str, **options: Any) -> None:
     """Connects this process to Ray, in a run's namespace. Raises `ClusterError`."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
     if address == "auto":
         address = _found()
+    if address != "local":
+        # A cluster that wants the token of this machine does not say so. One that wants none does not mind it.
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     _probe(address)
     # Ray puts the driver's working directory first on every worker's import path. An empty folder keeps ours
     # from standing in for packages of the same name.
@@ -137,8 +145,6 @@ def disconnect() -> None:
 
 def _found() -> str:
     """Where `auto` leads, so that it can be probed: a cluster that was killed leaves its address behind."""
-    from ray._private.services import canonicalize_bootstrap_address
-
     try:
         address = canonicalize_bootstrap_address("auto")
     except ConnectionError:

@@ -23,7 +23,8 @@ from headway.core.config import Config, load_config
 from headway.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headway.cluster.plan import Measured, Plan, Split
+    from headway.cluster.measure import Measured
+    from headway.cluster.plan import Plan, Split
 
 console = Console(soft_wrap=True)
 errors = Console(stderr=True, soft_wrap=True)
@@ -48,6 +49,10 @@ def plan(
     efficiency: Annotated[
         float, typer.Option(min=0.5, max=1, help="Of each doubling of the learner ranks.")
     ] = 0.9,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=10, help="Of each simulation; default: as many as half a minute allows."),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a plot: FILE.svg, .png or .pdf.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -64,7 +69,8 @@ def plan(
     `headway plan --config configs/demo.yaml --gpus 8 scenario.length_median=900 scenario.decode_s=0.02
     scenario.step_s=2 scenario.token_s=1e-5`
     """
-    from headway.cluster.plan import count, measure
+    from headway.cluster.measure import measure
+    from headway.cluster.plan import count
     from headway.cluster.plan import plan as make_plan
 
     if plot and plot.suffix not in FORMATS:
@@ -90,6 +96,7 @@ def plan(
             gpus,
             ranks=measured.ranks if measured else None,
             efficiency=efficiency,
+            steps=steps,
             say=lambda text: status.update(f"simulating {text}"),
         )
     if plot:
@@ -133,7 +140,7 @@ def simulate(
     `headway simulate configs/demo.yaml 'scenario.rates={generation: 6, learner: 1}' scenario.straggler_share=0.05
     scenario.straggler_factor=8`
     """
-    from headway.cluster.plan import measure
+    from headway.cluster.measure import measure
     from headway.cluster.simulate import simulate as run_simulation
 
     changes, speeds = split_overrides(overrides or [])
@@ -212,7 +219,7 @@ def _show_measured(measured: Measured) -> None:
     updates = (
         f"{measured.updates} updates" if measured.updates else f"{measured.groups} groups (no checkpoint)"
     )
-    table = Table("measured", "", "rests on", box=SIMPLE_HEAD)
+    table = Table("measured", "", "rests on", box=SIMPLE_HEAD, padding=0)
     table.add_row("response length, p10 / median / p90", f"{quantiles} tokens", responses)
     table.add_row(
         "decode step of an engine",
@@ -235,7 +242,7 @@ def _show_measured(measured: Measured) -> None:
 
 def _show(made: Plan, config: Config) -> None:
     places = "GPUs" if config.generation.gpus else "places"
-    table = Table("engines", "ranks", places, *COLUMNS, box=SIMPLE_HEAD)
+    table = Table("engines", "ranks", places, *COLUMNS, box=SIMPLE_HEAD, padding=0)
     for split in made.splits:
         best = (split.engines, split.ranks) == (made.recommended.engines, made.recommended.ranks)
         table.add_row(
@@ -246,7 +253,7 @@ def _show(made: Plan, config: Config) -> None:
             style="bold green" if best else None,
         )
     console.print(table)
-    table = Table("max_version_lag", *COLUMNS, box=SIMPLE_HEAD)
+    table = Table("max_version_lag", *COLUMNS, box=SIMPLE_HEAD, padding=0)
     for split in made.by_lag:
         own = split.max_version_lag == config.lag.max_version_lag
         table.add_row(

@@ -70,7 +70,7 @@ class Supervisor:
                 raise
             return  # the one that was to take its place died too, which is a death of its own
         self._recorder.inc("headway_actor_restarts_total", label=death.role)
-        self._say(f"{death.role.removesuffix('s')} {death.replica} is replaced: {death}")
+        self._say(f"{death.role} {death.replica} is replaced: {death}")
         key = (death.role, death.replica)
         self._repaired[key] = max(death.incarnation, self._repaired.get(key, 0))
         self._waits.changed("actors", "groups")

@@ -346,8 +346,6 @@ class VirtualCrew:
         if not engine.alive:
             pending.end(error=engine.death("it is dead"))
             return pending
-        serves = engine.version is not None or engine.stalled  # a failed update is news to the driver
-        assert serves, f"engine {replica} is to sample before its first complete version"
         assert not engine.leaving, f"engine {replica} is to sample after it handed its groups back"
         lengths = self.scenario.draw_lengths(
             request.group_id,

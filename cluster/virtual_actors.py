@@ -219,6 +219,9 @@ class Engine(Actor):
         """Heap of (threshold, order of entry, sample, group)."""
         self._entered = 0
         self._waiting: deque[tuple[int, int, Job]] = deque()
+        """For a place among them."""
+        self._unserved: list[Job] = []
+        """Waiting for the first version."""
         self._service = 0.0
         self._since = 0.0
         self._halted = True
@@ -266,7 +269,10 @@ class Engine(Actor):
             self._decode(job, self.incarnation)
 
     def _decode(self, job: Job, incarnation: int) -> None:
-        if job.stopped or not self.alive or self.incarnation != incarnation or self.version is None:
+        if job.stopped or not self.alive or self.incarnation != incarnation:
+            return
+        if self.version is None:
+            self._unserved.append(job)
             return
         kept = job.kept
         job.oldest, job.oldest_weights = (
@@ -392,6 +398,9 @@ class Engine(Actor):
         self.version, self.weights = version, weights
         self.served_since = min(self.served_since, self._since)
         self._halted = False
+        unserved, self._unserved = self._unserved, []
+        for job in unserved:
+            self._decode(job, incarnation)
         self._set_timer()
 
     def stall(self) -> None:

@@ -100,7 +100,7 @@ async def client(target: str, address: str, replicas: int = 3, **environment: st
         *(sys.executable, "-P", "-c", CLIENT, target, address, str(replicas)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, **environment},
+        env={key: value for key, value in os.environ.items() if key != "RAY_AUTH_MODE"} | environment,
     )
     async with asyncio.timeout(60):
         out, _ = await process.communicate()

@@ -27,7 +27,7 @@ from headway.actors.generation_rows import (
 from headway.actors.verifier import VerifierWorker
 from headway.core import rollouts
 from headway.core.config import load_config
-from headway.core.errors import ConfigError, DataError, SchemaError
+from headway.core.errors import ConfigError, DataError, HandedBack, SchemaError
 from headway.core.prompts import Prompt
 
 PIECES = ["a", "b", "\n", "\n\n", "b\n\nc", "a\n", "\nb"]
@@ -235,6 +235,64 @@ async def test_branches_have_the_budget_that_is_left_and_are_judged_with_what_th
     assert rows[2] == ("4/prompt/0", -1, [0, 2, 1], "a\nb", '{"baseline": "branch", "row": null, "at": 0}')
     assert rows[7] == ("4/1/2/1", 1, [0], "a\na", '{"baseline": "branch", "row": 1, "at": 2}')
     assert [sum(mask) for mask in table["loss_mask"].to_pylist()] == [3, 3, 0, 0, 0, 0, 0, 0]
+
+
+async def test_a_group_goes_on_from_its_tokens_with_new_random_numbers_each_time() -> None:
+    asked: list[SampleRequest] = []
+    patience = 2
+
+    async def answer(request: SampleRequest) -> Sample:
+        """Tokens 0 1 2 .. up to the budget, `patience` of them at a time; label 1's first part is whole at once."""
+        asked.append(request)
+        done = len(request.prefix_ids) - 2
+        num = min(patience if len(asked) != 2 else 99, request.max_new_tokens)
+        reason = "length" if num == request.max_new_tokens else "abort"
+        return Sample(
+            ids=list(range(done, done + num)),
+            logprobs=[-1.0] * num,
+            version_spans=[{"start": 0, "end": num, "version": patience}],
+            finish_reason=reason,
+            truncated=reason == "length",
+        )
+
+    request = GroupRequest(
+        group_id=4,
+        prompt=PROMPT,
+        group_size=3,
+        temperature=1.0,
+        top_p=1.0,
+        max_new_tokens=7,
+        deadline_s=9.0,
+    )
+    kept: dict[str, Sample] = {}
+    sampler = GroupSampler(
+        request=request,
+        run_seed=0,
+        sample=answer,
+        encode=lambda prompt: [5, 5],
+        decode=str,
+        special_tokens=(),
+        kept=kept,
+    )
+    for length in (2, 4):
+        with pytest.raises(HandedBack):
+            await sampler.rows()
+        assert {label: len(sample.ids) for label, sample in kept.items()} == {
+            "0": length,
+            "1": 7,
+            "2": length,
+        }
+    patience = 99
+    rows = await sampler.rows()
+    assert [row["response_ids"] for row in rows] == [list(range(7))] * 3
+    spans = [{"start": 0, "end": 4, "version": 2}, {"start": 4, "end": 7, "version": 99}]
+    assert [row["version_spans"] for row in rows] == [spans, [{"start": 0, "end": 7, "version": 2}], spans]
+    assert all(row["truncated"] and row["finish_reason"] == "length" for row in rows)
+    assert [(len(a.prefix_ids), a.max_new_tokens) for a in asked] == [(2, 7)] * 3 + [(4, 5)] * 2 + [
+        (6, 3)
+    ] * 2
+    assert len({a.seed for a in asked}) == 7
+    assert asked[3].prefix_ids == [5, 5, 0, 1]
 
 
 def test_requests_that_cannot_be_met_are_refused() -> None:

@@ -173,16 +173,6 @@ async def test_a_request_in_flight_carries_both_versions(engine: GenerationActor
     assert all(s[0]["end"] == s[1]["start"] for s in both)
 
 
-async def test_a_prefix_cached_under_old_weights_is_not_used_under_new_ones(
-    engine: GenerationActor, learner: Learner
-) -> None:
-    await engine.generate(request(600))  # fills the cache with this prompt
-    learner.step()
-    manifest, buckets = learner.publish()
-    await engine.update_weights(manifest, *buckets)
-    assert learner.largest_difference(await engine.generate(request(601))) <= 1e-4
-
-
 async def test_a_tensor_corrupted_on_the_way_is_refused_and_the_old_version_goes_on(
     engine: GenerationActor, learner: Learner
 ) -> None:

@@ -524,7 +524,11 @@ async def test_an_engine_that_does_not_end_is_killed(crew: RayCrew, monkeypatch:
 async def test_a_person_asks_the_run_from_another_process(crew: RayCrew) -> None:
     code = "import sys; from headway.cluster.control import scale; print(scale(sys.argv[1], None, 3))"
     command = [sys.executable, "-P", "-c", code, str(crew._folder)]
-    client = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # This process's own Ray has set the mode; a person's terminal has not.
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_AUTH_MODE"}
+    client = await asyncio.create_subprocess_exec(
+        *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
     async with asyncio.timeout(30):
         ticket, kind, value = await crew.next_request()
         assert (kind, value) == ("scale", 3)

@@ -243,8 +243,7 @@ def lagging(folder: Path) -> str | None:
     port = folder / "metrics_port"
     if not port.exists() or not port.read_text():
         return None
-    with urllib.request.urlopen(f"http://127.0.0.1:{port.read_text()}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
+    text = scrape(folder)
     count = sample(text, 'headway_version_lag_steps_count{phase="total"}')
     return (
         text if count - sample(text, 'headway_version_lag_steps_bucket{le="0",phase="total"}') > 0 else None
@@ -276,42 +275,89 @@ def kill(log: Path, title: str) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_killed_actors_are_replaced_and_no_prompt_is_lost(
+def test_everything_is_killed_once_and_every_prompt_is_trained_once(
     root: Path, tmp_path: Path, tiny_random: Path
 ) -> None:
+    """One after another: an engine and a verifier, the queue, the metrics endpoint, the learner, the driver. In between
+    the run grows to three engines and shrinks to one."""
     folder = tmp_path / "tiny"
-    command = train(root, tmp_path, "model.path=tiny-random", "run.steps=100000", "data.num_prompts=2000")
-    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    overrides = ["model.path=tiny-random", "run.checkpoint_every=4", "data.num_prompts=2000"]
+    command = train(root, tmp_path, *overrides, "generation.drain_s=0.2", "run.steps=100000")
+    log = tmp_path / "output.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=root, stdout=output, stderr=subprocess.STDOUT, text=True)
+
+    def says(text: str) -> bool:
+        return text in log.read_text()
+
+    def more_steps(number: int) -> None:
+        goal = len(steps_of(folder)) + number
+        wait_for(lambda: len(steps_of(folder)) >= goal, process, f"{number} more steps")
+
+    def serving(number: int) -> Callable[[], bool]:
+        return lambda: len(at := steps_of(folder)[-1]["engine_versions"]) == number and None not in at
+
     try:
         wait_for(
             lambda: (folder / "metrics.jsonl").exists() and len(steps_of(folder)) >= 3, process, "step 3"
         )
         kill(folder / "logs" / "generation-0.log", "GenerationActor")
         kill(folder / "logs" / "verifiers-0.log", "VerifierWorker")
-        wait_for(
-            lambda: steps_of(folder)[-1]["engine_versions"][0] is None, process, "a step without engine 0"
-        )
-        wait_for(
-            lambda: steps_of(folder)[-1]["engine_versions"][0] is not None, process, "engine 0 to come back"
-        )
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=120)
+        wait_for(lambda: says("engine 0 is replaced") and says("verifiers 0 is replaced"), process, "the news")
+        more_steps(2)
+        wait_for(serving(2), process, "engine 0 to come back")
+
+        before = scrape(folder)
+        kill(folder / "logs" / "queue.log", "RolloutQueue")
+        kill(folder / "logs" / "metrics.log", "Exporter")
+        wait_for(lambda: says("queue 0 is replaced") and says("metrics 0 is replaced"), process, "the news")
+        more_steps(2)
+        time.sleep(2)  # two heartbeats
+        after = scrape(folder)
+        for counter in ("headway_generation_tokens_total", "headway_trained_tokens_total"):
+            assert sample(after, counter) >= sample(before, counter) > 0
+        for role in ("generation", "verifiers", "queue", "metrics"):
+            assert sample(after, f'headway_actor_restarts_total{{role="{role}"}}') == 1, role
+
+        answer = run(headway("scale", "generation=3", "--run", folder, "--json"), root, 90)
+        assert json.loads(answer.stdout or "{}").get("target") == 3, answer.stdout + answer.stderr
+        wait_for(serving(3), process, "three engines")
+        more_steps(2)
+        refused = run(headway("scale", "generation=0", "--run", folder), root, 90)
+        assert refused.returncode == 2 and "needs at least" in refused.stderr
+        answer = run(headway("scale", "generation=1", "--run", folder), root, 90)
+        assert "generation: 3 -> 1 engines" in answer.stdout, answer.stdout + answer.stderr
+        wait_for(serving(1), process, "one engine")
+
+        kill(folder / "logs" / "learner-0.log", "PolicyActor")
+        wait_for(lambda: says("(restart 1 of 3)"), process, "a restart from the checkpoint")
+        more_steps(3)
+        process.kill()
+        process.wait(30)
     finally:
         process.kill()
-    assert process.returncode == 130, output
-    assert "engine 0 is replaced" in output and "verifier 0 is replaced" in output
-    (checkpoint,) = (folder / "checkpoints").iterdir()
-    ledger = json.loads((checkpoint / "state.json").read_text())["ledger"]
-    assert ledger["dropped"] == {}
-    assert ledger["issued"] == ledger["trained"] + len(ledger["live"])
+    assert re.search(r"learner 0 died.*: going on from version-\d+ \(restart 1 of 3\)", log.read_text())
+    stopped = steps_of(folder)[-1]["version"]
+
+    done = run([*train(root, tmp_path, *overrides, f"run.steps={stopped + 4}"), "--resume"], root)
+    assert done.returncode == 0, done.stdout + done.stderr
     steps = steps_of(folder)
-    trained = trained_groups(folder / "ledger.jsonl")  # raises if a group was trained twice
-    assert len(trained) == ledger["trained"] == 4 * len(steps)
-    assert trained.keys().isdisjoint(int(group) for group in ledger["live"])
+    assert [step["version"] for step in steps] == list(range(1, stopped + 5))
+    assert steps[-1]["dropped"] == {}
     assert all(0 <= lag <= 2 for step in steps for lag in step["lag"])
+    trained = trained_groups(folder / "ledger.jsonl")  # raises if a group was trained twice
+    assert sorted(trained) == list(range(4 * (stopped + 4)))
+    stored = sorted((folder / "rollouts").iterdir())
+    assert len(stored) == stopped + 4
     time.sleep(1)
-    assert [p for log in (folder / "logs").iterdir() for p in processes_of(log)] == []
+    assert [p for entry in (folder / "logs").iterdir() for p in processes_of(entry)] == []
     assert not list(Path("/dev/shm").glob("headway-tiny-*"))
+
+
+def scrape(folder: Path) -> str:
+    port = (folder / "metrics_port").read_text()
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return answer.read().decode()
 
 
 def test_dynamic_sampling_trains_groups_with_signal_only(root: Path, tmp_path: Path) -> None:
@@ -372,7 +418,7 @@ def test_an_existing_run_is_not_overwritten_by_accident(root: Path, tmp_path: Pa
     assert done.returncode == 2
     assert "exists; go on with --resume, replace it with --overwrite, or set run.name" in done.stderr
     done = run([*train(root, tmp_path), "--resume"], root)
-    assert (done.returncode, "holds no complete checkpoint" in done.stderr) == (2, True)
+    assert (done.returncode, "holds no run" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
