@@ -25,7 +25,7 @@ from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 from ray._private.services import canonicalize_bootstrap_address
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RaySystemError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -276,13 +276,21 @@ class Placement:
             raise
 
     async def _ask_for(self, name: str, need: Need, replicas: int) -> PlacementGroup:
-        return await asyncio.to_thread(
-            placement_group,
-            [need.bundle] * replicas,
-            strategy="PACK",
-            name=f"{self._run}-{name}",
-            bundle_label_selector=[need.labels] * replicas,
-        )
+        """Asks for a group. A group's name is free again a moment after whoever had it was killed."""
+        end = asyncio.get_running_loop().time() + self._deadline_s
+        while True:
+            try:
+                return await asyncio.to_thread(
+                    placement_group,
+                    [need.bundle] * replicas,
+                    strategy="PACK",
+                    name=f"{self._run}-{name}",
+                    bundle_label_selector=[need.labels] * replicas,
+                )
+            except RaySystemError as error:
+                if asyncio.get_running_loop().time() > end:
+                    raise ClusterError(f"group '{name}' cannot be placed: {short_reason(error)}") from error
+            await asyncio.sleep(POLL_S)
 
     async def _placed(self, name: str) -> None:
         try:

@@ -97,7 +97,7 @@ def plan(
     def run(engines: int, learners: int, lag: int, steps: int) -> Split:
         say(f"{count(engines, 'engine')}, {count(learners, 'learner rank')}, max_version_lag {lag}")
         slowness = learner_slowness(ranks, learners, efficiency)
-        speeds = replace(scenario, step_s=scenario.step_s * slowness, token_s=scenario.token_s * slowness)
+        speeds = replace(scenario, step_s=scenario.step_s * slowness, token_s=scenario.token_s)
         used = engines * engine_gpus + learners * rank_gpus
         return _split(_with(config, engines, lag, steps), replace(speeds, **AT_ONCE), learners, used)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import (
+    ActorAlreadyExistsError,
     ActorPlacementGroupRemoved,
     ActorUnschedulableError,
     ObjectLostError,
@@ -34,7 +35,15 @@ from headway.actors.verifier import VerifierWorker
 from headway.cluster.control import CLUSTER_FILE, Mailbox
 from headway.cluster.crew import EngineReport, Release, Trained
 from headway.cluster.exporter import Exporter
-from headway.cluster.placement import CONTROL, Placement, check_store, namespace, short_reason, store_table
+from headway.cluster.placement import (
+    CONTROL,
+    POLL_S,
+    Placement,
+    check_store,
+    namespace,
+    short_reason,
+    store_table,
+)
 from headway.cluster.queue import Receipt, RolloutQueue
 from headway.core.config import Config
 from headway.core.errors import (
@@ -65,8 +74,10 @@ ENDING_DEADLINE_S = 10.0
 KILL_DEADLINE_S = 5.0
 REBIND_DEADLINE_S = 5.0
 """For the port of a metrics actor that died to be free again."""
-POLL_S = 30.0
+QUESTION_S = 30.0
 """Longest wait of one question to the mailbox."""
+NAME_DEADLINE_S = 10.0
+"""For the name of a run whose driver was killed to be free again."""
 MANY_CALLS = 10_000
 ACTOR_OF_OBJECT = slice(16, 48)
 """Hexadecimal digits of an object's id that name the actor which made it."""
@@ -117,6 +128,7 @@ class RayCrew:
         self._requests: deque[tuple[int, str, Any]] = deque()
         self._port: int | None = None
         self._num_buckets = 0
+        self._is_announced = False
         needs_reference, needs_critic = config.algorithm.needs_reference, config.algorithm.needs_critic
         self._scorers = {
             "verifiers": config.verifiers.replicas,
@@ -132,12 +144,7 @@ class RayCrew:
     # ---- life and death ------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        try:
-            self._create(CONTROL, 0)
-        except ValueError as error:
-            raise ClusterError(
-                f"a run named {self._config.run.name!r} is on this cluster already; give this one another run.name"
-            ) from error
+        await self._take_name()
         await self._placement.reserve()
         weight_nodes = await self._placement.nodes("learner")
         await asyncio.to_thread(check_store, self._config, self._model_folder, weight_nodes)
@@ -152,13 +159,30 @@ class RayCrew:
             "namespace": namespace(self._config.run.name),
             "pid": os.getpid(),
         }
+        self._is_announced = True
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / CLUSTER_FILE).write_text(json.dumps(where), encoding="utf-8")
+
+    async def _take_name(self) -> None:
+        """Starts the mailbox, of which there is one per run's name on a cluster. One whose driver was killed just now
+        may still be there for a moment."""
+        try:
+            async with asyncio.timeout(NAME_DEADLINE_S):
+                while True:
+                    with suppress(ActorAlreadyExistsError):
+                        self._create(CONTROL, 0)
+                        return
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise ClusterError(
+                f"a run named {self._config.run.name!r} is on this cluster already; give this one another run.name"
+            ) from None
 
     async def close(self) -> None:
         members = list(self._members.values())
         self._members.clear()
-        (self._folder / CLUSTER_FILE).unlink(missing_ok=True)
+        if self._is_announced:
+            (self._folder / CLUSTER_FILE).unlink(missing_ok=True)
         try:
             await self._end(members)
         finally:
@@ -305,7 +329,7 @@ class RayCrew:
 
     async def next_request(self) -> tuple[int, str, Any]:
         while not self._requests:
-            self._requests += await self._ask(self._present(CONTROL), "take", POLL_S)
+            self._requests += await self._ask(self._present(CONTROL), "take", QUESTION_S)
         return self._requests.popleft()
 
     async def answer(self, ticket: int, value: Any) -> None:

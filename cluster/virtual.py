@@ -207,6 +207,11 @@ class VirtualCrew:
         return self._learner.version
 
     @property
+    def trained(self) -> dict[int, int]:
+        """group id -> version that the learner's step on it made."""
+        return dict(self._learner.trained)
+
+    @property
     def weights(self) -> str:
         """The learner's newest."""
         return self._learner.weights[-1]

@@ -391,7 +391,7 @@ class Generation(Resources):
     max_model_len: int | None = None
     """Prompt and response tokens; null: longest prompt + sampling.max_new_tokens, rounded up."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
-    """KV cache of an engine on CPUs (GiB)."""
+    """KV cache of an engine on CPUs (GiB, fractions too)."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of the GPU's memory that an engine may take."""
     prefix_caching: bool = True

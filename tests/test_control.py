@@ -120,12 +120,13 @@ async def test_people_reach_the_run_that_they_mean(address: str, tmp_path: Path)
         asyncio.ensure_future(client("", "", 4, RAY_ADDRESS=address)),
         asyncio.ensure_future(client(str(tmp_path), "", 500)),
     ]
-    for _ in asking:
-        ((ticket, kind, wanted),) = await first.take.remote(30)
+    requests: list[tuple[int, str, int]] = []
+    while len(requests) < len(asking):
+        requests += await first.take.remote(30)
+    for ticket, kind, wanted in requests:
         assert kind == "scale"
-        await first.answer.remote(
-            ticket, {"target": wanted} if wanted < 9 else UserError(f"{wanted} are too many")
-        )
+        answer = {"target": wanted} if wanted < 9 else UserError(f"{wanted} are too many")
+        await first.answer.remote(ticket, answer)
     assert await asyncio.gather(*asking) == ["answer {'target': 4}", "UserError 500 are too many"]
     # Two runs: one has to be named.
     second = mailbox_of("second", tmp_path)

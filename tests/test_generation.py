@@ -270,7 +270,9 @@ async def test_branches_start_where_steps_end(engine: GenerationActor) -> None:
         found = [engine._decode(ids[:end]).count(separator) for end in range(last)]
         assert inner == [end for end in range(1, last) if found[end] > found[end - 1]][:2]
         states += [(row["sample_index"], end) for end in inner for _ in range(2)]
-    assert (longest["sample_index"], 7) in states
+    ids = longest["response_ids"]
+    first = next(end for end in range(1, 8) if separator in engine._decode(ids[:end]))
+    assert (longest["sample_index"], first) in states
     assert [(m["row"], m["at"]) for m in (json.loads(row["extra"]) for row in extra)] == states
     assert len({row["rollout_id"] for row in rows}) == len(rows)
     for row, (response, at) in zip(extra, states, strict=True):

@@ -45,7 +45,7 @@ CONFIG: dict[str, Any] = {
 SMALL = {**CONFIG, "generation": {**CONFIG["generation"], "kv_cache_gib": 8 * BLOCK_BYTES / 2**30}}
 """Room for 7 blocks: two sequences of 400 tokens do not fit."""
 PROMPT = Prompt(prompt_id="p", content="12 + 34 =", gold="46", verifier="numeric")
-LONG = replace(PROMPT, content=" + ".join(map(str, range(10, 60))) + " =")  # 250 characters
+LONG = " + ".join(map(str, range(10, 60)))  # 247 characters, a token each
 
 Published = tuple[Manifest, list[np.ndarray]]
 
@@ -369,25 +369,25 @@ async def test_a_prefix_is_reused_within_a_version_and_never_across_one(
     from vllm import SamplingParams
 
     engine, _ = engines
-    ids = engine._encode(LONG)
+    prompt, other = (replace(PROMPT, content=LONG + end) for end in (" =", " + 7 ="))
+    ids = engine._encode(prompt)
     assert len(ids) > BLOCK_TOKENS
 
     async def cached() -> int | None:
-        prompt: Any = {"prompt_token_ids": [*ids, 5], "cache_salt": f"v{await engine.version()}"}
+        probe: Any = {"prompt_token_ids": [*ids, 5], "cache_salt": f"v{await engine.version()}"}
         number = None
-        async for output in engine._engine.generate(prompt, SamplingParams(max_tokens=1), "probe"):
+        async for output in engine._engine.generate(probe, SamplingParams(max_tokens=1), "probe"):
             number = output.num_cached_tokens
         return number
 
-    await engine.generate(request(80, prompt=LONG, max_new_tokens=5))
+    await engine.generate(request(80, prompt=prompt, max_new_tokens=5))
     assert await cached() == len(ids) // BLOCK_TOKENS * BLOCK_TOKENS
-    running = asyncio.create_task(engine.generate(request(81, prompt=LONG, max_new_tokens=200)))
+    running = asyncio.create_task(engine.generate(request(81, prompt=prompt, max_new_tokens=200)))
     await until(lambda: any(tokens > 5 for _, tokens in requests_of(engine)))
     await engine.update_weights(*_flat(learner.publish()))
     await running  # its blocks hold the old version's keys and values under this prompt
-    other = replace(LONG, content=LONG.content[:-3] + "7 =")  # shares all blocks but the last
-    for number, prompt in ((82, LONG), (83, other)):
-        table = await engine.generate(request(number, prompt=prompt, max_new_tokens=20))
+    for number, each in enumerate((prompt, other)):  # they share a block
+        table = await engine.generate(request(82 + number, prompt=each, max_new_tokens=20))
         assert learner.largest_difference(table) <= 1e-4
     assert await cached() == len(ids) // BLOCK_TOKENS * BLOCK_TOKENS
 
@@ -441,7 +441,7 @@ async def test_an_update_that_fails_half_way_leaves_the_engine_serving_nothing(
     manifest, buckets = export(learner.model, learner.layout, version + 1)
     last = manifest.entries[-1]
     broken = replace(manifest, entries=(*manifest.entries[:-1], replace(last, name="model.layers.9.norm")))
-    with pytest.raises(WeightUpdateFailed, match="layers.9"):
+    with pytest.raises(WeightUpdateFailed, match=r"layers\.9"):
         await engine.update_weights(broken, *buckets)
     assert await engine.version() == version
     with pytest.raises(RolloutFailed, match="straggler"):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ SPEEDS = Scenario(
 
 def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
     tree: dict[str, dict[str, Any]] = {
-        "run": {"folder": str(folder), "steps": 60, "checkpoint_every": 0},
+        "run": {"folder": str(folder), "steps": 50, "checkpoint_every": 0},
         "sampling": {"group_size": 4, "max_new_tokens": 400},
         "algorithm": {"dynamic_sampling": False},
         "lag": {"max_version_lag": 2},
@@ -141,21 +142,21 @@ def test_the_speeds_of_a_run_are_found_again(run_folder: Path) -> None:
     measured = measure(run_folder)
     assert_speeds(measured)
     assert (measured.engines, measured.ranks, measured.updates) == (2, 1, 0)
-    assert measured.steps == 60 - 3  # the first max_version_lag + 1 fill the pipeline
-    assert measured.groups == 57 * 8
-    assert len(measured.scenario.lengths) == 57 * 8 * 4
+    assert measured.steps == 50 - 3  # the first max_version_lag + 1 fill the pipeline
+    assert measured.groups == 47 * 8
+    assert len(measured.scenario.lengths) == 47 * 8 * 4
 
 
 def test_a_run_that_goes_on_is_measured_without_its_last_steps(run_folder: Path, tmp_path: Path) -> None:
     running = tmp_path / "running"
     shutil.copytree(run_folder, running)
     lines = (running / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    (running / "metrics.jsonl").write_text("".join(lines[:40]), encoding="utf-8")
-    for version in range(41, 61):
+    (running / "metrics.jsonl").write_text("".join(lines[:38]), encoding="utf-8")
+    for version in range(39, 51):
         (running / "rollouts" / f"step-{version:06d}.parquet").unlink()
     measured = measure(running)
     assert_speeds(measured)
-    assert measured.groups == (40 - 3 - 3) * 8
+    assert measured.groups == (38 - 3 - 3) * 8
 
 
 def test_groups_that_were_dropped_count_as_load(tmp_path: Path) -> None:
@@ -163,14 +164,16 @@ def test_groups_that_were_dropped_count_as_load(tmp_path: Path) -> None:
     config = config_of(tmp_path, algorithm={"dynamic_sampling": True})
     measured = measure(make_run(config, change(SPEEDS, {"reward_mean": reward_mean(0.5, 4)})))
     assert measured.no_signal_share == pytest.approx(0.5, abs=0.05)
-    assert measured.scenario.decode_request_s == pytest.approx(0.001, rel=0.25)
     assert measured.scenario.reward_mean == pytest.approx(reward_mean(0.5, 4), abs=0.02)
+    own = plan(config, measured.scenario, 2, steps=45).own
+    assert own.step_s == pytest.approx(measured.step_s, rel=0.08)
+    assert own.dropped_share == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_run_with_its_measured_speeds_takes_as_long_as_it_did(run_folder: Path) -> None:
     measured = measure(run_folder)
     config = parse_config(json.loads((run_folder / "config.json").read_text(encoding="utf-8")))
-    own = plan(config, measured.scenario, 3, steps=60).own
+    own = plan(config, measured.scenario, 2, steps=47).own
     assert own.step_s == pytest.approx(measured.step_s, rel=0.05)
     assert own.learner_idle_share == pytest.approx(measured.learner_idle_share, abs=0.05)
 
@@ -211,7 +214,7 @@ def test_reward_mean_gives_the_share_of_groups_without_signal() -> None:
 # ---- planning ----------------------------------------------------------------------------------------------
 
 
-def clockwork(gpus: int, *, slots: int = 4, lag: int = 4, **speeds: float) -> Plan:
+def clockwork(gpus: int, *, step_s: float, slots: int = 4, lag: int = 4) -> Plan:
     """All responses have 100 tokens of 10 ms: an engine makes a group of 4 in 1 s, `slots` / 4 of them at a time. A
     step takes 8 groups. Twice as many ranks are twice as fast, and nothing else takes time."""
     config = config_of(
@@ -231,9 +234,9 @@ def clockwork(gpus: int, *, slots: int = 4, lag: int = 4, **speeds: float) -> Pl
         score_s=0.0,
         token_s=0.0,
         publish_s=0.0,
-        **speeds,
+        step_s=step_s,
     )
-    return plan(config, scenario, gpus, efficiency=1.0, steps=40)
+    return plan(config, scenario, gpus, efficiency=1.0, steps=24)
 
 
 def test_the_division_with_the_least_step_time_is_found() -> None:
@@ -282,10 +285,10 @@ def test_what_a_higher_lag_bound_buys() -> None:
 
 def test_more_engines_are_never_slower(run_folder: Path) -> None:
     config = parse_config(json.loads((run_folder / "config.json").read_text(encoding="utf-8")))
-    made = plan(config, measure(run_folder).scenario, 8, steps=40)
+    made = plan(config, measure(run_folder).scenario, 6, steps=24)
     beside = [split for split in made.splits if split.ranks == made.recommended.ranks]
     assert len(beside) >= 3
-    for fewer, more in zip(beside, beside[1:], strict=False):
+    for fewer, more in pairwise(beside):
         assert more.step_s <= fewer.step_s * 1.03, (fewer, more)
     assert made.recommended.step_s <= 1.03 * min(split.step_s for split in made.splits)
 
@@ -332,7 +335,7 @@ def test_plan_command(run_folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "plan.svg").read_text(encoding="utf-8").startswith("<?xml")
 
     text = call("plan", run_folder, "--gpus", 3, "--steps", 20).stdout
-    assert "456 groups" in text and "57 steps" in text  # what the speeds rest on
+    assert "376 groups" in text and "47 steps" in text  # what the speeds rest on
     assert answer["advice"] in text.replace("\n", " ")
     assert "> " in text and "check: simulated as it was (2 engines, 1 rank)" in text
 
@@ -355,7 +358,7 @@ def test_simulate_command(run_folder: Path, tmp_path: Path) -> None:
     file.write_text(dump_config(config_of(tmp_path)), encoding="utf-8")
     result = call("simulate", file, "--run", run_folder, "--json", "run.steps=12", "generation.replicas=3")
     assert json.loads(result.stdout)["steps"] == 12
-    failing = "scenario.failures=[{time_s: 20, event: generation}]"
+    failing = "scenario.failures=[{time_s: 60, event: generation}]"
     text = call("simulate", file, "run.steps=20", failing, "--keep", tmp_path / "kept").stdout
     assert "{'generation': 1}" in text
     assert (tmp_path / "kept" / "run" / "metrics.jsonl").exists()

@@ -538,11 +538,15 @@ async def test_a_person_asks_the_run_from_another_process(crew: RayCrew) -> None
     assert (out.decode().strip(), errors.decode()) == ("{'before': 1, 'after': 3}", "")
 
 
-async def test_two_runs_of_one_name_do_not_share_a_cluster(crew: RayCrew, tmp_path: Path) -> None:
-    second = new(configuration(tmp_path, "shared"))
+async def test_two_runs_of_one_name_do_not_share_a_cluster(
+    crew: RayCrew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_crew, "NAME_DEADLINE_S", 0.3)
+    second = new(crew._config)
     with pytest.raises(ClusterError, match="a run named 'shared' is on this cluster already"):
         await second.open()
     await second.close()
+    assert (crew._folder / "cluster.json").exists()
     assert (await roll(crew, 74)).group_id == 74
 
 
