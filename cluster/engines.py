@@ -22,7 +22,8 @@ STOP_DEADLINE_S = 30.0
 
 
 class Engines:
-    """Who serves what, and who is free. `spawn` runs a coroutine beside the learner."""
+    """Who serves what, and who is free. `spawn` runs a coroutine beside the learner; `on_left` is told the replica of an
+    engine that has gone for good."""
 
     def __init__(
         self,
@@ -32,6 +33,8 @@ class Engines:
         recorder: Recorder,
         say: Callable[[str], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
+        *,
+        on_left: Callable[[int], None],
     ) -> None:
         self._config = config
         self._crew = crew
@@ -39,6 +42,7 @@ class Engines:
         self._recorder = recorder
         self._say = say
         self._spawn = spawn
+        self._on_left = on_left
         self.all: dict[int, Engine] = {}
         self.target = 0
         self.release: Release | None = None
@@ -275,6 +279,7 @@ class Engines:
         except (ActorDied, Starved) as failure:
             self._say(f"engine {engine.replica} did not end cleanly: {failure}")
         del self.all[engine.replica]
+        self._on_left(engine.replica)
         self._say(f"engine {engine.replica} has left")
         self._waits.changed("engines", "control")
 

@@ -97,7 +97,7 @@ def plan(
     def run(engines: int, learners: int, lag: int, steps: int) -> Split:
         say(f"{count(engines, 'engine')}, {count(learners, 'learner rank')}, max_version_lag {lag}")
         slowness = learner_slowness(ranks, learners, efficiency)
-        speeds = replace(scenario, step_s=scenario.step_s * slowness, token_s=scenario.token_s)
+        speeds = replace(scenario, step_s=scenario.step_s * slowness, token_s=scenario.token_s * slowness)
         used = engines * engine_gpus + learners * rank_gpus
         return _split(_with(config, engines, lag, steps), replace(speeds, **AT_ONCE), learners, used)
 
@@ -187,7 +187,8 @@ def _advice(
     }
     name, relieved = min(relief.items(), key=lambda item: item[1].step_s)
     gain = 1 - relieved.step_s / best.step_s
-    first = f"{count(best.engines, 'engine')} and {count(best.ranks, 'learner rank')} ({best.gpus:g} {places}): {best.step_s:.3g} s a step"
+    division = f"{count(best.engines, 'engine')} and {count(best.ranks, 'learner rank')}"
+    first = f"{division} ({best.gpus:g} {places}): {best.step_s:.3g} s a step"
     shares = f"the learner waits {idle:.0%} of the time, the engines stand idle {best.engine_idle_share:.0%}"
     if gain < TIE:
         return (

@@ -126,7 +126,7 @@ class Session:
         self.progress.endpoint(port, config.metrics.port)
         _write_text(self.folder / "metrics_port", str(port))
         common = (config, crew, self.waits, self.recorder, say, self._spawn)
-        self.engines = Engines(*common)
+        self.engines = Engines(*common, on_left=lambda replica: self.totals.forget_replica(str(replica)))
         say("starting engines and learner")
         engines = asyncio.ensure_future(self.engines.start(config.generation.replicas))
         try:
@@ -179,7 +179,7 @@ class Session:
         self.groups, unknown = Groups.resume(*books, state=state, version=self.version, receipts=receipts)
         await self._call(self.crew.release(unknown), "the queue", "queue")
         if not self.is_restart:
-            self.totals.restore(state["metrics"])
+            self.totals.restore({**state["metrics"], "gauges": ()})  # those of another day
         _keep_steps(self.folder / "metrics.jsonl", self.version)
         self.progress.say(
             f"resumed at version {self.version}: {len(self.groups.live)} groups in the queue, "

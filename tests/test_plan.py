@@ -214,7 +214,7 @@ def test_reward_mean_gives_the_share_of_groups_without_signal() -> None:
 # ---- planning ----------------------------------------------------------------------------------------------
 
 
-def clockwork(gpus: int, *, step_s: float, slots: int = 4, lag: int = 4) -> Plan:
+def clockwork(gpus: int, *, step_s: float = 0.0, token_s: float = 0.0, slots: int = 4, lag: int = 4) -> Plan:
     """All responses have 100 tokens of 10 ms: an engine makes a group of 4 in 1 s, `slots` / 4 of them at a time. A
     step takes 8 groups. Twice as many ranks are twice as fast, and nothing else takes time."""
     config = config_of(
@@ -232,16 +232,17 @@ def clockwork(gpus: int, *, step_s: float, slots: int = 4, lag: int = 4) -> Plan
         update_s=0.0,
         pause_s=0.0,
         score_s=0.0,
-        token_s=0.0,
         publish_s=0.0,
         step_s=step_s,
+        token_s=token_s,
     )
     return plan(config, scenario, gpus, efficiency=1.0, steps=24)
 
 
-def test_the_division_with_the_least_step_time_is_found() -> None:
+@pytest.mark.parametrize("training", [{"step_s": 4.0}, {"token_s": 4.0 / (8 * 4 * 100)}])
+def test_the_division_with_the_least_step_time_is_found(training: dict[str, float]) -> None:
     # The step takes the longer of 8 / engines and 4 / ranks: 4.0, 2.0, 2.7, 4.0 and 8.0 s.
-    made = clockwork(6, step_s=4.0)
+    made = clockwork(6, step_s=training.get("step_s", 0.0), token_s=training.get("token_s", 0.0))
     times = {(s.engines, s.ranks): s.step_s for s in made.splits if s.gpus == 6}
     assert times == pytest.approx(
         {(5, 1): 4.0, (4, 2): 2.0, (3, 3): 8 / 3, (2, 4): 4.0, (1, 5): 8.0}, rel=0.03

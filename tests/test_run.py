@@ -314,7 +314,7 @@ def test_everything_is_killed_once_and_every_prompt_is_trained_once(
         more_steps(2)
         time.sleep(2)  # two heartbeats
         after = scrape(folder)
-        for counter in ("headway_generation_tokens_total", "headway_trained_tokens_total"):
+        for counter in ("headway_generation_tokens_total", 'headway_groups_total{state="trained"}'):
             assert sample(after, counter) >= sample(before, counter) > 0
         for role in ("generation", "verifiers", "queue", "metrics"):
             assert sample(after, f'headway_actor_restarts_total{{role="{role}"}}') == 1, role
