@@ -65,8 +65,7 @@ class GenerationActor:
         self._updating = asyncio.Lock()
         self._serving = asyncio.Event()
         self._leaving = False
-        self._place = _place(config, replica)
-        self._traces = Traces(self._place)
+        self._traces = Traces(f"{_places(config)}{replica}")
         self._shared = self._traces.weights
         self._request_numbers = count()
         self._sampling: set[str] = set()
@@ -102,7 +101,7 @@ class GenerationActor:
             self._pressure = Pressure(*args)
             return self._pressure
 
-        remove_traces(self._place)
+        remove_traces(_places(config))
         self._engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=self._model_folder,
@@ -404,10 +403,10 @@ def eos_token_ids(folder: Path, tokenizer: Any) -> list[int]:
     return sorted(ids)
 
 
-def _place(config: Config, replica: int) -> str:
-    """The same for every process that takes this replica's place."""
+def _places(config: Config) -> str:
+    """How the names of all engines of this run begin on a host."""
     run = hashlib.blake2b(str(config.run_folder.resolve()).encode(), digest_size=4).hexdigest()
-    return f"headway-{config.run.name}-{run}-{replica}"
+    return f"headway-{config.run.name}-{run}-"
 
 
 def _environment(config: Config, replica: int, folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""What an engine leaves on its host when it is killed, and how whoever takes its place removes it.
+"""What an engine leaves on its host when it is killed, and how the next engine of its run removes it.
 
-An actor writes down, beside its shared file, which files and processes belong to it. Whoever is next in the same place
+An actor writes down, beside its shared file, which files and processes belong to it. Whoever starts next in the same run
 finds that record, sees that its author is gone, and removes what it names. Nothing is guessed from names: a file is an
 engine's because one of its processes has it mapped.
 """
@@ -60,12 +60,15 @@ class Traces:
         self._record.unlink(missing_ok=True)
 
 
-def remove_traces(place: str) -> None:
-    """Ends the processes and removes the files of every actor that was in this place and is gone."""
-    for path in SHARED.glob(f"{escape(place)}.*.json"):
-        if path.stat().st_uid != os.getuid():
-            continue
-        record = json.loads(path.read_text())
+def remove_traces(places: str) -> None:
+    """Ends the processes and removes the files of every actor that is gone and was in a place whose name begins so."""
+    for path in SHARED.glob(f"{escape(places)}*.json"):
+        try:
+            if path.stat().st_uid != os.getuid():
+                continue
+            record = json.loads(path.read_text())
+        except FileNotFoundError:
+            continue  # another engine that starts has just removed it
         if _lives(record["author"]):
             continue
         for process in record["processes"]:

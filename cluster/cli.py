@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from headway.cluster import simulate_cli
 from headway.core.config import Config, dump_config, load_config
 from headway.core.errors import ConfigError, HeadwayError, UserError
 
@@ -296,6 +297,10 @@ def _score(config: Config, run: Path, *, as_json: bool) -> None:
             correction, f"{other['tokens']:.2%}", f"{other['responses']:.2%}", _figure(other["ess_fraction"])
         )
     console.print(table)
+
+
+app.command(context_settings=OVERRIDES)(simulate_cli.plan)
+app.command(context_settings=OVERRIDES)(simulate_cli.simulate)
 
 
 def _figure(value: float | None) -> str:

@@ -210,7 +210,7 @@ def store_table(table: pa.Table) -> Any:
 def short_reason(error: object) -> str:
     """The one line of an error that says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1].partition(" Worker exit type:")[0][:300] if lines else type(error).__name__
+    return lines[-1].partition(" Worker exit type:")[0][:300].rstrip(".") if lines else type(error).__name__
 
 
 def published_bytes(config: Config, model_folder: str) -> int:

@@ -19,9 +19,9 @@ from headway.core.errors import ConfigError, HeadwayError
 TIE = 0.03
 """Step times that differ by less are equal."""
 LAGS = (0, 1, 2, 4, 8)
-SIMULATIONS = 35
+SIMULATIONS = 45
 """That a plan takes, about; their number of steps is such that all end in"""
-PLAN_S = 35.0
+PLAN_S = 30.0
 """seconds, within"""
 STEPS = (20, 160)
 """these limits."""
@@ -102,10 +102,11 @@ def plan(
         return _split(_with(config, engines, lag, steps), replace(speeds, **AT_ONCE), learners, used)
 
     if steps is None:
-        run(*own, own_lag, 1)  # loads what the simulator needs
+        largest = (int((gpus - rank_gpus) // engine_gpus), 1, own_lag)
+        run(*largest, 1)  # loads what the simulator needs
         probe = max(5, 500 // config.groups_per_batch)
         began = time.monotonic()
-        run(*own, own_lag, probe)
+        run(*largest, probe)
         each_s = (time.monotonic() - began) / (probe + own_lag + 1)
         steps = round(min(max(PLAN_S / SIMULATIONS / each_s, STEPS[0]), STEPS[1]))
 
@@ -256,8 +257,10 @@ def _with(config: Config, engines: int, lag: int, steps: int) -> Config:
 
 
 def _spread(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12 ... and `most`; all up to 8."""
-    grid = {*range(1, 9), *(n << k for k in range(2, 20) for n in (2, 3))}
+    """All numbers up to 8; of more, 1, 2, 3, 4, 6, 8, 12 ... and `most`."""
+    if most <= 8:
+        return list(range(1, most + 1))
+    grid = {n << k for k in range(most.bit_length()) for n in (1, 3)}
     return sorted({number for number in grid if number <= most} | {most})
 
 

@@ -42,7 +42,9 @@ from headway.learner import checkpoint
 
 CHECKPOINT_DEADLINE_S = 600.0
 OVERDUE = 0.5
-"""Share of its deadline after which a wait is shown."""
+"""Share of its deadline after which a wait is shown,"""
+NOTICEABLE_S = 10.0
+"""if it is this long."""
 T = TypeVar("T")
 
 
@@ -379,7 +381,11 @@ class Session:
                 queued=self.groups.room.queued_groups,
                 engines={engine.replica: engine.version for engine in self.engines.all.values()},
             )
-            overdue = {(wait.who, wait.what) for wait in self.waits.overdue(OVERDUE)}
+            overdue = {
+                (wait.who, wait.what)
+                for wait in self.waits.overdue(OVERDUE)
+                if self._now() - wait.since > NOTICEABLE_S
+            }
             if overdue - shown:
                 self.progress.say(f"waits that take long:\n{self.waits.table(self.version)}")
             shown = overdue

@@ -69,6 +69,7 @@ class VirtualCrew:
             "critic": config.critic.replicas if config.algorithm.needs_critic else 0,
             "queue": 1,
             "metrics": 1,
+            "control": 1,
         }
         return {role: number for role, number in replicas.items() if number}
 
@@ -101,7 +102,7 @@ class VirtualCrew:
             role == "reference" and self.config.algorithm.reference_refresh_steps
         ):
             raise Lost(f"{role} {replica} died, and its weights with it")
-        assert role in ("verifiers", "reference"), role
+        assert role in ("verifiers", "reference", "control"), role
         await self._start(self._actors[role][replica])
 
     def _all_actors(self) -> list[Actor]:
@@ -171,7 +172,8 @@ class VirtualCrew:
                 self._strike("generation", engine)
             return
         role = "generation" if event in ("stall", "bad_update") else event
-        actor = self.engines.get(replica) if role == "generation" else self._actors[role][replica]
+        actors = self.engines if role == "generation" else dict(enumerate(self._actors.get(role, ())))
+        actor = actors.get(replica)
         if actor is None or not actor.alive or incarnation not in (None, actor.incarnation):
             return
         if event == "stall":
@@ -187,16 +189,17 @@ class VirtualCrew:
     # ---- requests from outside -----------------------------------------------------------------------------
 
     async def next_request(self) -> tuple[int, str, Any]:
-        loop = asyncio.get_running_loop()
         assert self._opened is not None
-        if self._requested == len(self.scenario.scaling):
-            return await loop.create_future()
-        at, replicas = self.scenario.scaling[self._requested]
-        await asyncio.sleep(max(0.0, self._opened + at - loop.time()))
+        control, scaling = self._one("control"), self.scenario.scaling
+        if self._requested == len(scaling):
+            await control.work(math.inf)
+        at, replicas = scaling[self._requested]
+        await control.work(self._opened + at - asyncio.get_running_loop().time())
         self._requested += 1
         return self._requested, "scale", replicas
 
     async def answer(self, ticket: int, value: Any) -> None:
+        await self._one("control").work(0)
         self.answers.append((ticket, value))
 
     # ---- learner -------------------------------------------------------------------------------------------

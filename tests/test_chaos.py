@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,13 +25,13 @@ import pytest
 from headway.cluster.crew import Trained
 from headway.cluster.ledger import trained_groups
 from headway.cluster.run import Run
-from headway.cluster.scenario import Scenario
+from headway.cluster.scenario import EVENTS, Failure, Scenario
 from headway.cluster.session import Session
 from headway.cluster.simulate import virtual_run
 from headway.cluster.virtual import VirtualCrew
 from headway.cluster.virtual_clock import run_virtual
 from headway.core.config import Config, parse_config
-from headway.learner import checkpoint
+from headway.learner import checkpoint, stats
 
 # ---- everything dies ---------------------------------------------------------------------------------------
 
@@ -41,6 +42,7 @@ RATES = {
     "verifiers": 20,
     "queue": 10,
     "metrics": 10,
+    "control": 10,
     "learner": 8,
     "node": 6,
     "stall": 6,
@@ -125,14 +127,15 @@ def test_a_run_survives_the_death_of_every_actor(seed: int, tmp_path: Path):
     trained = trained_groups(config.run_folder / "ledger.jsonl")
     assert trained == crew.trained
     assert Counter(trained.values()) == dict.fromkeys(range(1, STEPS + 1), GROUPS_PER_STEP)
-    lines = (config.run_folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["version"] for line in lines] == list(range(1, STEPS + 1))
+    steps = [json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["version"] for step in steps] == list(range(1, STEPS + 1))
     assert session.totals.value("headway_actor_restarts_total", "generation") >= 5
     if config.lag.policy == "pace":
         assert not ledger.dropped
         assert sorted(trained) == list(range(num_groups))
         lengths = (scenario.draw_lengths(group_id, "", GROUP_SIZE, 400) for group_id in range(num_groups))
-        assert audit.trained_lengths == Counter(length for group in lengths for length in group)
+        drawn = Counter(length for group in lengths for length in group)
+        assert Counter(length for step in steps for length in step["response_tokens"]) == drawn
         assert audit.length_ks() == 0
     else:
         assert ledger.dropped.keys() <= {"stale"}
@@ -152,6 +155,40 @@ def dropped_groups(config: Config) -> set[int]:
             live = {int(group_id) for group_id in record["state"]["live"]}
             dropped = {g for g in dropped if g < record["state"]["issued"] and g not in live}
     return dropped
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_no_moment_is_a_bad_one_to_die(event: str, tmp_path: Path):
+    """A step takes about three seconds; each of these deaths comes at another moment of it."""
+    config = parse_config(
+        {
+            "run": {
+                "name": "moment",
+                "folder": str(tmp_path),
+                "steps": 8,
+                "checkpoint_every": 3,
+                "save_rollouts": False,
+            },
+            "sampling": {"group_size": 2, "max_new_tokens": 400},
+            "algorithm": {"preset": "ppo", "dynamic_sampling": False, "kl": "reward"},
+            "lag": {"max_version_lag": 2},
+            "learner": {"groups_per_step": 4},
+            "generation": {
+                "replicas": 2,
+                "max_concurrent_requests": 8,
+                "answer_deadline_s": 5,
+                "update_deadline_s": 5,
+            },
+        }
+    )
+    for moment in range(12):
+        failure = Failure(time_s=50 + 0.27 * moment, event=event)
+        scenario = Scenario(seed=moment, length_median=60, store_full_s=5, failures=(failure,))
+        crew = Watched(config, scenario)
+        shutil.rmtree(config.run_folder, ignore_errors=True)
+        crew.run = virtual_run(config, crew)
+        run_virtual(crew.run.execute())
+        assert sorted(crew.trained) == list(range(32)), failure
 
 
 # ---- stragglers --------------------------------------------------------------------------------------------
@@ -346,4 +383,5 @@ def test_a_killed_driver_goes_on_as_if_nothing_had_happened(lag: int, tmp_path: 
 
 
 if __name__ == "__main__":
+    assert stats  # heavy to import: once here, and not in every child
     kill_and_resume(Path(sys.argv[1]), int(sys.argv[2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import re
@@ -351,7 +352,8 @@ def test_everything_is_killed_once_and_every_prompt_is_trained_once(
     assert len(stored) == stopped + 4
     time.sleep(1)
     assert [p for entry in (folder / "logs").iterdir() for p in processes_of(entry)] == []
-    assert not list(Path("/dev/shm").glob("headway-tiny-*"))
+    run_hash = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=4).hexdigest()
+    assert not list(Path("/dev/shm").glob(f"headway-tiny-{run_hash}-*"))
 
 
 def scrape(folder: Path) -> str:
