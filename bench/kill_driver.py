@@ -20,8 +20,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from uuid import uuid4
 
 import numpy as np
@@ -45,8 +45,8 @@ SETTINGS = [
 ]
 START_DEADLINE_S = 300.0
 END_DEADLINE_S = 600.0
-GONE_DEADLINE_S = 15.0
-"""For every process of a killed run to end by itself."""
+GONE_DEADLINE_S = 60.0
+"""For every process of a killed driver to end by itself."""
 LONGEST_DELAY_S = 1.5
 """From the first step of a session to the kill."""
 SHARED = Path("/dev/shm")
@@ -72,6 +72,14 @@ def inherited(mark: str) -> set[int]:
         except OSError:
             continue
     return found
+
+
+def title(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return next((Path(word.decode()).name for word in words if not word.startswith(b"-")), "")[:24].strip()
 
 
 def mapped(processes: set[int]) -> set[Path]:
@@ -100,28 +108,28 @@ def wait_for(condition: Callable[[], bool], deadline_s: float, pause_s: float = 
     return fulfilled
 
 
-@dataclass
 class Driver:
-    """One `headway train` of a run, from its start to its end."""
+    """One `headway train` of a run, from its start to its end. The next one is started before all processes of the last
+    one are gone, as a person or a job manager would."""
 
-    folder: Path
-    """Of the run."""
-    steps: int
-    mark: str
-    number: int
-
-    def __post_init__(self) -> None:
+    def __init__(self, folder: Path, steps: int, number: int) -> None:
+        """`folder`: of the run."""
+        self.folder, self.number, self.mark = folder, number, uuid4().hex
+        self.gone_s: float | None = None
+        """From the kill to the end of the last process."""
+        self.last = ""
+        """Which that was."""
         resume = ["--resume"] if (self.folder / "config.json").exists() else []
         overrides = [*SETTINGS, f"run.folder={self.folder.parent}", f"run.name={self.folder.name}"]
         command = [sys.executable, "-P", "-m", "headway.cluster.cli", "train", "configs/tiny.yaml"]
-        self.log = self.folder.parent / f"{self.folder.name}-{self.number:02d}.log"
+        self.log = folder.parent / f"{folder.name}-{number:02d}.log"
         temporary = self.folder.parent / "t"
         temporary.mkdir(exist_ok=True)
         environment = {**os.environ, MARK: self.mark, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
         self.began, self.began_at = time.monotonic(), time.time()
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
-                [*command, *overrides, f"run.steps={self.steps}", *resume],
+                [*command, *overrides, f"run.steps={steps}", *resume],
                 cwd=Path(__file__).resolve().parents[1],
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -164,9 +172,24 @@ class Driver:
         last = re.sub(r"^[\d.]+ s +", "", lines[-1]) if lines else "imports"
         return f"after '{last.partition('  ')[0] if last.startswith('step') else last}'"[:60]
 
-    def kill(self) -> None:
+    def kill(self) -> set[Path]:
+        """Returns the files in shared memory that its processes had mapped."""
+        files = mapped(inherited(self.mark))
         self.process.kill()
         self.process.wait()
+        self.watching = Thread(target=self._watch)
+        self.watching.start()
+        return files
+
+    def _watch(self) -> None:
+        killed = time.monotonic()
+        while time.monotonic() < killed + GONE_DEADLINE_S:
+            left = inherited(self.mark)
+            if not left:
+                self.gone_s = time.monotonic() - killed
+                return
+            self.last = " ".join(sorted({title(pid) for pid in left}))
+            time.sleep(0.25)
 
 
 def moments(number: int, start_s: float, chance: random.Random) -> list[tuple[str, float]]:
@@ -183,10 +206,11 @@ def disturbed(folder: Path, steps: int, kills: int, start_s: float, chance: rand
     """Runs to the end under kills; returns what is wrong."""
     faults: list[str] = []
     touched: set[Path] = set()
-    mark = uuid4().hex
+    drivers: list[Driver] = []
     try:
         for number, (event, delay_s) in enumerate(moments(kills, start_s, chance), 1):
-            driver = Driver(folder, steps, mark, number)
+            driver = Driver(folder, steps, number)
+            drivers.append(driver)
             match event:
                 case "step":
                     wait_for(lambda driver=driver: driver.has_stepped, START_DEADLINE_S, 0.02)
@@ -199,35 +223,42 @@ def disturbed(folder: Path, steps: int, kills: int, start_s: float, chance: rand
                 if driver.process.returncode:
                     return faults
                 break
-            doing, version = driver.doing(), driver.version
-            touched |= mapped(inherited(mark))
-            driver.kill()
-            killed = time.monotonic()
-            is_gone = wait_for(lambda: not inherited(mark), GONE_DEADLINE_S)
-            if not is_gone:
-                faults.append(f"{len(inherited(mark))} processes lived on after kill {number}")
+            doing, version, lived_s = driver.doing(), driver.version, time.monotonic() - driver.began
+            touched |= driver.kill()
             newest = newest_complete(folder / "checkpoints")
             print(
-                f"kill {number:>2}: {killed - driver.began:5.1f} s after its start, at version {version:>2}, {doing}; goes on "
-                f"from {newest.name if newest else 'the start'}; processes "
-                f"{f'gone in {time.monotonic() - killed:.1f} s' if is_gone else 'LEFT'}, "
-                f"{len(list(SHARED.glob(f'headway-{folder.name}-*')))} files in /dev/shm",
+                f"kill {number:>2}: {lived_s:5.1f} s after its start, at version {version:>2}, {doing}; goes on from "
+                f"{newest.name if newest else 'the start'}; {len(shared(folder))} files of the run in /dev/shm",
                 flush=True,
             )
-            end_all(mark)
-        driver = Driver(folder, steps, mark, kills + 1)
-        wait_for(lambda: driver.has_ended, END_DEADLINE_S)
+        driver = Driver(folder, steps, kills + 1)
+        drivers.append(driver)
+        wait_for(lambda: driver.has_ended, START_DEADLINE_S + END_DEADLINE_S)
         if driver.process.returncode != 0:
             faults.append(f"the last session ended with {driver.process.returncode}: {driver.said[-1500:]}")
-        wait_for(lambda: not inherited(mark), GONE_DEADLINE_S)
-        touched |= set(SHARED.glob(f"headway-{folder.name}-*"))
-        left = sorted(path.name for path in touched if path.exists())
+            return faults
+        for killed in drivers[:-1]:
+            killed.watching.join()
+            if killed.gone_s is None:
+                faults.append(f"after kill {killed.number} lived on: {killed.last}")
+        gone = sorted((killed.gone_s, killed.last) for killed in drivers[:-1] if killed.gone_s is not None)
+        if gone:
+            print(
+                f"all processes gone {gone[len(gone) // 2][0]:.1f} s after a kill in the middle, {gone[-1][0]:.1f} s at most "
+                f"(last: {gone[-1][1]})"
+            )
+        left = sorted(path.name for path in touched | shared(folder) if path.exists())
         print(f"files of its engines in /dev/shm at the end: {len(left)} {' '.join(left[:8])}")
         if left:
             faults.append(f"{len(left)} files were left in /dev/shm")
     finally:
-        end_all(mark)
+        for driver in drivers:
+            end_all(driver.mark)
     return faults
+
+
+def shared(folder: Path) -> set[Path]:
+    return set(SHARED.glob(f"headway-{folder.name}-*"))
 
 
 def end_all(mark: str) -> None:
@@ -240,9 +271,8 @@ def end_all(mark: str) -> None:
 
 def undisturbed(folder: Path, steps: int) -> float:
     """Runs to the end; returns how long it took to the first step (seconds)."""
-    mark = uuid4().hex
+    driver = Driver(folder, steps, 0)
     try:
-        driver = Driver(folder, steps, mark, 0)
         wait_for(lambda: driver.has_stepped, START_DEADLINE_S)
         start_s = time.monotonic() - driver.began
         wait_for(lambda: driver.has_ended, END_DEADLINE_S)
@@ -251,11 +281,12 @@ def undisturbed(folder: Path, steps: int) -> float:
                 f"the undisturbed run ended with {driver.process.returncode}:\n{driver.said[-2000:]}"
             )
         print(
-            f"undisturbed: first step after {start_s:.0f} s, {steps} steps in {time.monotonic() - driver.began:.0f} s"
+            f"undisturbed: first step after {start_s:.0f} s, {steps} steps in {time.monotonic() - driver.began:.0f} s",
+            flush=True,
         )
         return start_s
     finally:
-        end_all(mark)
+        end_all(driver.mark)
 
 
 def compare(one: Path, other: Path, steps: int) -> list[str]:

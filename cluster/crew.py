@@ -138,8 +138,7 @@ class Crew(Protocol):
     # groups
 
     def sample(self, replica: int, request: GroupRequest, kept: Any = None) -> Any:
-        """Starts a group at an engine and sends it through the scorers; reference to its rows. `kept`: what
-        `take_back` gave."""
+        """Starts a group at an engine; reference to its rows. `kept`: what `take_back` gave."""
         ...
 
     async def take_back(self, replica: int, group_id: int) -> Any:
@@ -147,8 +146,9 @@ class Crew(Protocol):
         ...
 
     async def put(self, rows: Any) -> Receipt:
-        """Waits for the rows and moves them into the queue. Idempotent. Raises what sampling or scoring raised:
-        `RolloutFailed`, `HandedBack`; `StoreFull` when it is worth another try."""
+        """Waits for the rows, sends them through the scorers and moves them into the queue. Idempotent: the same rows
+        again, without sampling them again, after `StoreFull` or once a scorer or the queue was replaced. Raises what
+        sampling or scoring raised: `RolloutFailed`, `HandedBack`."""
         ...
 
     # queue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -19,8 +20,8 @@ from headway.core.errors import ActorDied, HandedBack, RolloutFailed, Starved, S
 from headway.core.metrics import Recorder
 from headway.core.prompts import Prompt, PromptStream
 
-MAX_ATTEMPTS = 5
-"""Deaths under one group before it is taken to be their cause."""
+MAX_DEATHS = 5
+"""Actors of a role that die under one group before it is taken to be the cause."""
 GRACE_S = 30.0
 """What scoring and the queue may take beyond the deadline that the engine keeps."""
 LONGEST_PAUSE_S = 10.0
@@ -130,10 +131,10 @@ class Dispatcher:
         """One group to its end. It goes on at another engine when its own leaves, and starts over when an actor dies
         under it. The engine already counts it."""
         kept: Any = None
-        deaths = 0
+        deaths: Counter[str] = Counter()
         while True:
             try:
-                receipt = await self._through(group, engine, kept)
+                receipt = await self._through(group, engine, kept, deaths)
                 break
             except RolloutFailed as failure:
                 self._fail(
@@ -147,14 +148,14 @@ class Dispatcher:
                 return
             except HandedBack:
                 kept = await self._take_back(group, engine)
-            except ActorDied as failure:
+            except ActorDied as death:
                 kept = None
-                deaths += 1
-                self._engines.failed_with(failure)
-                if deaths == MAX_ATTEMPTS:
-                    self._fail(group, "generation_failed", failure)
+                deaths[death.role] += 1
+                self._engines.failed_with(death)
+                if deaths[death.role] == MAX_DEATHS:
+                    reason = "generation_failed" if death.role == "generation" else "verifier_failed"
+                    self._fail(group, reason, death)
                     return
-                await self._supervisor.repaired(failure, who=f"group {group.group_id}")
             finally:
                 self._engines.give(engine)
             engine = await self._another(group)
@@ -164,8 +165,9 @@ class Dispatcher:
                 self._groups.restart(group, engine.version, self._now())
         self._finish(group, receipt)
 
-    async def _through(self, group: Group, engine: Engine, kept: Any) -> Receipt:
-        """From the engine through the scorers into the queue. Rows that were made are stored as often as it takes."""
+    async def _through(self, group: Group, engine: Engine, kept: Any, deaths: Counter[str]) -> Receipt:
+        """From the engine through the scorers into the queue. Rows that were made are scored and stored as often as it
+        takes; only the death of their engine is raised, or one too many of another role."""
         config = self._config
         prompt = self._prompts.at(group.group_id)
         spent = self._now() - group.dispatched
@@ -191,10 +193,12 @@ class Dispatcher:
                     self._say(f"group {group.group_id} waits for room in the object store: {failure}")
                 pause_s = min(2 * pause_s + 0.5, LONGEST_PAUSE_S)
                 await asyncio.sleep(pause_s)
-            except ActorDied as failure:
-                if failure.role != "queue":
+            except ActorDied as death:
+                if death.role == "generation" or deaths[death.role] == MAX_DEATHS - 1:
                     raise
-                await self._supervisor.repaired(failure, who=f"group {group.group_id}")
+                if death.role != "queue":  # which has to do with all groups, so that its death accuses none
+                    deaths[death.role] += 1
+                await self._supervisor.repaired(death, who=f"group {group.group_id}")
 
     async def _take_back(self, group: Group, engine: Engine) -> Any:
         """What the leaving engine has of the group; None when that is lost with it, so that the group starts over."""

@@ -117,7 +117,7 @@ class Engines:
             engine = self._new()
             self._say(f"engine {engine.replica} joins ({replicas} wanted)")
             self._look_after(engine)
-        self._waits.changed("engines", "control")
+        self._waits.changed("engines", "fleet", "control")
 
     def _new(self) -> Engine:
         replica = next(n for n in range(len(self.all) + 1) if n not in self.all)
@@ -144,7 +144,7 @@ class Engines:
         engine.version, engine.incarnation = None, 0
         self._recorder.inc("headway_actor_restarts_total", label="generation")
         self._say(f"engine {replica} is replaced: {why}")
-        self._waits.changed("engines")
+        self._waits.changed("engines", "fleet")
 
     def failed_with(self, death: ActorDied) -> None:
         if death.role == "generation":
@@ -215,7 +215,7 @@ class Engines:
                 what="a newer weight version",
                 stage="weights",
                 deadline_s=self._config.run.no_progress_deadline_s,
-                on=("release", "engines"),
+                on=("release", "fleet"),  # not every group that ends wakes every keeper
             )
         except Starved:
             return None  # whether that is a fault is for the progress deadline to say

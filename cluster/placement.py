@@ -379,6 +379,10 @@ def _hosted(cls: type, log: str, expected_version: str, num_gpus: int) -> type:
             @ray.method(concurrency_group="watch")
             async def watch(self) -> None:
                 await asyncio.Event().wait()
+
+            async def signalled(self, method: str, *args: Any) -> tuple[Any, None]:
+                """The result, and beside it something small to wait for, which fails as it does."""
+                return await getattr(self, method)(*args), None
         else:
 
             @ray.method(concurrency_group="watch")

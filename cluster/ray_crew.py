@@ -99,12 +99,16 @@ class _Member:
     """Its death is."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Rows:
-    """What `sample` gives: a reference, and the engine that the rows are from."""
+    """What `sample` gives. Rows themselves never come here: what is awaited is the sign that they are there."""
 
-    reference: Any
     engine: _Member
+    request: GroupRequest
+    reference: Any
+    sign: Any
+    scored: Any = None
+    """Reference to the same rows with the scorers' columns, once they are under way."""
 
 
 class RayCrew:
@@ -426,15 +430,18 @@ class RayCrew:
 
     def sample(self, replica: int, request: GroupRequest, kept: Any = None) -> _Rows:
         engine = self._present("generation", replica)
-        rows = engine.handle.generate.remote(request, kept)
+        call = engine.handle.signalled.options(num_returns=2)
+        return _Rows(engine, request, *call.remote("generate", request, kept))
+
+    def _score(self, rows: _Rows) -> Any:
+        """Through the scorers that live now: one that died while the group was sampled has not touched it."""
+        scored = rows.reference
         for role, replicas in self._scorers.items():
-            scorer = self._present(role, request.group_id % replicas).handle
-            rows = (
-                scorer.score.remote(rows, request.prompt)
-                if role == "verifiers"
-                else scorer.score.remote(rows)
+            score = self._present(role, rows.request.group_id % replicas).handle.score
+            scored = (
+                score.remote(scored, rows.request.prompt) if role == "verifiers" else score.remote(scored)
             )
-        return _Rows(rows, engine)
+        return scored
 
     async def take_back(self, replica: int, group_id: int) -> Any:
         engine = self._present("generation", replica)
@@ -443,7 +450,15 @@ class RayCrew:
         return reference
 
     async def put(self, rows: _Rows) -> Receipt:
-        return await self._result(self._present("queue").handle.put.remote(rows.reference), rows.engine)
+        await self._result(rows.sign, rows.engine)
+        queue = self._present("queue")
+        rows.scored = rows.scored or self._score(rows)
+        try:
+            return await self._result(queue.handle.put.remote(rows.scored), rows.engine)
+        except ActorDied as death:
+            if death.role in self._scorers:
+                rows.scored = None
+            raise
 
     # ---- queue ---------------------------------------------------------------------------------------------
 

@@ -88,7 +88,10 @@ class Session:
                 await self.learn()
                 for task in self.tasks:
                     task.cancel()
-            await self._send_metrics()
+            try:
+                await self._send_metrics()
+            except (ActorDied, Starved) as failure:
+                self.progress.say(f"the last metrics were not shown: {failure}")
         finally:
             if hasattr(self, "groups"):
                 self.groups.ledger.close()
@@ -212,7 +215,8 @@ class Session:
             self.groups.train(batch, self.version)
             self._at(self.version + len(trained.stats))
             assert self.version == trained.stats[-1].version, (self.version, trained.stats[-1].version)
-            self.groups.observe_ess(trained.stats[-1].ess_fraction)
+            for step in trained.stats:
+                self.groups.observe_ess(step.ess_fraction)
             # Started before the publish so that writing rollouts overlaps with it; both must end here.
             storing = asyncio.ensure_future(self._store(batch, trained.columns, queue))
             try:
@@ -280,8 +284,8 @@ class Session:
             if config.learner.replicas > 1 or config.algorithm.needs_critic:
                 # Some may have had the rows already, and taken the step.
                 raise Lost(f"{death} before all had the rows of version {self.version + 1}") from death
-            self.supervisor.training = ()
             await self.supervisor.repaired(death, who="learner")
+            self.supervisor.training = ()
             self.groups.lose(group_ids)
             self.waits.changed("groups")
             return None
@@ -437,7 +441,8 @@ class Session:
                 "engine_versions": [engine.version for engine in self.engines.all.values()],
                 "dropped": dict(self.groups.ledger.dropped),
             }
-            with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            path = self.folder / "metrics.jsonl"
+            with checkpoint.writing(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
             self.progress.step(record)
 
@@ -462,8 +467,9 @@ class Session:
         )
         self.totals.apply(self.recorder.drain())
         state = {"version": self.version, "metrics": self.totals.state(), **books}
-        _write_text(draft / "state.json", json.dumps(state))
-        _write_text(draft / "config.json", dump_config(self.config))
+        with checkpoint.writing(draft):
+            _write_text(draft / "state.json", json.dumps(state))
+            _write_text(draft / "config.json", dump_config(self.config))
         self.groups.ledger.sync()
         await asyncio.to_thread(checkpoint.commit, draft)
         self.progress.say(f"checkpoint {self.version} in {self._now() - began:.1f} s")

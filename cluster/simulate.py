@@ -19,7 +19,6 @@ from headway.cluster.scenario import Scenario
 from headway.cluster.virtual import VirtualCrew
 from headway.cluster.virtual_clock import run_virtual
 from headway.core.config import Config
-from headway.core.errors import DataError
 from headway.core.metrics import ROLES
 from headway.core.prompts import Prompt, PromptStream
 
@@ -122,19 +121,6 @@ def virtual_run(
         progress=progress or Silent(config),
         resume_from=resume_from,
     )
-
-
-def measured_lengths(run_folder: Path) -> tuple[int, ...]:
-    """Response lengths of a real run, from its `metrics.jsonl` (tokens). Raises `DataError` without any."""
-    file = run_folder / "metrics.jsonl"
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(f"cannot read response lengths from {file}: {error.strerror}") from error
-    lengths = tuple(length for line in lines for length in json.loads(line)["response_tokens"])
-    if not lengths:
-        raise DataError(f"{file} holds no steps, hence no response lengths")
-    return lengths
 
 
 async def _timed(run: Run) -> float:

@@ -303,7 +303,7 @@ class VirtualCrew:
     async def start_engine(self, replica: int) -> int:
         scenario = self.scenario
         slots = self.config.generation.max_concurrent_requests
-        engine = self.engines.setdefault(replica, Engine(replica, scenario, slots, self._score))
+        engine = self.engines.setdefault(replica, Engine(replica, scenario, slots, self._made))
         if engine.alive:
             engine.die()
         places = scenario.engine_places
@@ -363,11 +363,6 @@ class VirtualCrew:
         )
         deadline = asyncio.get_running_loop().time() + request.deadline_s
         job = Job(request, pending, lengths, deadline)
-        for scorer in self._scorers(request.group_id):
-            if scorer.alive:
-                scorer.scoring[pending] = None
-            else:
-                pending.end(error=scorer.death("it is dead"))
         if kept is not None:
             assert (kept.group_id, kept.lengths) == (request.group_id, lengths), (kept, request.group_id)
             job.kept = kept
@@ -379,8 +374,8 @@ class VirtualCrew:
         await engine.work(0)
         return engine.handed_back.pop(group_id, None)
 
-    def _score(self, engine: Engine, job: Job) -> None:
-        """Sends the responses of an engine through all scorers."""
+    def _made(self, engine: Engine, job: Job) -> None:
+        """An engine has finished a group."""
         request, scenario, pending = job.request, self.scenario, job.pending
         assert engine.version is not None and job.oldest is not None
         newest, newest_weights = engine.version, engine.weights
@@ -397,24 +392,18 @@ class VirtualCrew:
             newest_weights=newest_weights,
             num_bytes=sum(job.lengths) * 33 + len(job.lengths) * (scenario.prompt_tokens * 4 + 1024),
         )
-        asyncio.get_running_loop().call_later(scenario.score_s, self._scored, pending, rows)
+        pending.end(rows=rows)
 
     def _scorers(self, group_id: int) -> list[Actor]:
         roles = [role for role in SCORERS if role in self._actors]
         return [self._actors[role][group_id % len(self._actors[role])] for role in roles]
 
-    def _scored(self, pending: Pending, rows: VirtualRows) -> None:
-        for scorer in self._scorers(rows.group_id):
-            scorer.scoring.pop(pending, None)
-        pending.end(rows=rows)
-
     async def put(self, rows: Pending) -> Receipt:
-        queue = self._one("queue")
-        queue.check()
-        incarnation = queue.incarnation
-        made = await rows.get(queue.calls)
-        if made is None or not queue.alive or queue.incarnation != incarnation:
-            raise ActorDied("queue", 0, incarnation, "it died while rows were on their way")
+        made = await rows.get()
+        scorers = self._scorers(made.group_id)
+        for scorer in scorers:
+            await scorer.work(self.scenario.score_s / len(scorers))
+        self._one("queue").check()
         if asyncio.get_running_loop().time() < self._full_until:
             raise StoreFull("the virtual object store is full")
         return await self._queue.put(made)

@@ -36,7 +36,7 @@ class VirtualRows:
 
 
 class Pending:
-    """A group between `sample` and the queue: rows or a failure to come. Anyone may wait for it, and stop waiting."""
+    """A group at an engine: rows or a failure to come. Anyone may wait for it, and stop waiting."""
 
     __slots__ = ("error", "rows", "waiting")
 
@@ -52,18 +52,15 @@ class Pending:
                 _settle(future)
             self.waiting.clear()
 
-    async def get(self, calls: dict[asyncio.Future[None], None]) -> VirtualRows | None:
-        """The rows; raises the failure. None when whoever ends these calls came first."""
+    async def get(self) -> VirtualRows:
+        """The rows; raises the failure."""
         if self.rows is None and self.error is None:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.waiting.append(future)
-            calls[future] = None
-            try:
-                await future
-            finally:
-                calls.pop(future, None)
+            await future
         if self.error is not None:
             raise self.error
+        assert self.rows is not None
         return self.rows
 
 
@@ -130,8 +127,6 @@ class Actor:
         self.alive = False
         self.calls: dict[asyncio.Future[None], None] = {}
         """What ends when it dies, for someone else to find out."""
-        self.scoring: dict[Pending, None] = {}
-        """Groups that it is to score, from `sample` on."""
 
     def born(self) -> None:
         self.incarnation += 1
@@ -167,9 +162,6 @@ class Actor:
     def die(self) -> ActorDied:
         self.alive = False
         error = self.death()
-        for pending in self.scoring:
-            pending.end(error=error)
-        self.scoring.clear()
         for call in self.calls:
             _settle(call)
         self.calls.clear()

@@ -16,8 +16,9 @@ from typing import TypeVar
 from headway.core.errors import Starved
 from headway.core.metrics import WAIT_STAGES, Recorder
 
-TOPICS = ("groups", "engines", "release", "actors", "control")
-"""What a wait can be woken by: live groups, engines, the newest release, the other actors, requests from outside."""
+TOPICS = ("groups", "engines", "fleet", "release", "actors", "control")
+"""What a wait can be woken by: live groups, room on engines, engines that fail or leave, the newest release, the other
+actors, requests from outside."""
 MAX_LINES = 20
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ _NAME = re.compile(r"version-(\d+)(?:\.(\d+))?")
 
 
 class CheckpointFailed(HeadwayError):
-    """A checkpoint could not be written. The previous one is intact."""
+    """A checkpoint, or another file of the run, could not be written. The previous checkpoint is intact."""
 
 
 def begin(parent: Path, version: int) -> Path:
@@ -41,7 +41,7 @@ def writing(path: Path) -> Iterator[None]:
         where = path if path.exists() else next(p for p in path.absolute().parents if p.exists())
         free = shutil.disk_usage(where).free
         raise CheckpointFailed(
-            f"cannot write checkpoint {error.filename or path}: {error.strerror or error} ({free:,} bytes free)"
+            f"cannot write {error.filename or path}: {error.strerror or error} ({free:,} bytes free)"
         ) from error
 
 

@@ -130,16 +130,17 @@ def test_a_run_survives_the_death_of_every_actor(seed: int, tmp_path: Path):
     steps = [json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()]
     assert [step["version"] for step in steps] == list(range(1, STEPS + 1))
     assert session.totals.value("headway_actor_restarts_total", "generation") >= 5
+    assert sorted(trained) == sorted(set(range(ledger.issued)) - dropped_groups(config))
+    lengths = [scenario.draw_lengths(group_id, "", GROUP_SIZE, 400) for group_id in trained]
+    drawn = Counter(length for group in lengths for length in group)
+    assert Counter(length for step in steps for length in step["response_tokens"]) == drawn
     if config.lag.policy == "pace":
-        assert not ledger.dropped
-        assert sorted(trained) == list(range(num_groups))
-        lengths = (scenario.draw_lengths(group_id, "", GROUP_SIZE, 400) for group_id in range(num_groups))
-        drawn = Counter(length for group in lengths for length in group)
-        assert Counter(length for step in steps for length in step["response_tokens"]) == drawn
-        assert audit.length_ks() == 0
+        # Only a group under which one actor after the other died is taken for the cause.
+        assert ledger.dropped.keys() <= {"generation_failed"}
+        assert ledger.dropped.total() <= 1
+        assert audit.length_ks() < 0.001
     else:
-        assert ledger.dropped.keys() <= {"stale"}
-        assert sorted(trained) == sorted(set(range(ledger.issued)) - dropped_groups(config))
+        assert ledger.dropped.keys() <= {"stale", "generation_failed"}
     if config.lag.policy in ("pace", "drop"):
         assert max(crew.lags) <= bound
 
@@ -159,18 +160,23 @@ def dropped_groups(config: Config) -> set[int]:
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_no_moment_is_a_bad_one_to_die(event: str, tmp_path: Path):
-    """A step takes about three seconds; each of these deaths comes at another moment of it."""
+    """The learner is busy all the time, with a step every 1.5 s. Each of these deaths comes at another moment of
+    a step, the last ones just before the run ends."""
     config = parse_config(
         {
             "run": {
                 "name": "moment",
                 "folder": str(tmp_path),
-                "steps": 8,
-                "checkpoint_every": 3,
+                "steps": 12,
+                "checkpoint_every": 5,
                 "save_rollouts": False,
             },
             "sampling": {"group_size": 2, "max_new_tokens": 400},
-            "algorithm": {"preset": "ppo", "dynamic_sampling": False, "kl": "reward"},
+            "algorithm": {
+                "preset": "ppo" if event == "critic" else "async_grpo",
+                "dynamic_sampling": False,
+                "kl": "reward",
+            },
             "lag": {"max_version_lag": 2},
             "learner": {"groups_per_step": 4},
             "generation": {
@@ -181,14 +187,14 @@ def test_no_moment_is_a_bad_one_to_die(event: str, tmp_path: Path):
             },
         }
     )
-    for moment in range(12):
-        failure = Failure(time_s=50 + 0.27 * moment, event=event)
-        scenario = Scenario(seed=moment, length_median=60, store_full_s=5, failures=(failure,))
+    for moment in range(14):
+        failure = Failure(time_s=43 + 0.77 * moment, event=event)
+        scenario = Scenario(seed=moment, length_median=20, store_full_s=5, failures=(failure,))
         crew = Watched(config, scenario)
         shutil.rmtree(config.run_folder, ignore_errors=True)
         crew.run = virtual_run(config, crew)
         run_virtual(crew.run.execute())
-        assert sorted(crew.trained) == list(range(32)), failure
+        assert sorted(crew.trained) == list(range(48)), failure
 
 
 # ---- stragglers --------------------------------------------------------------------------------------------

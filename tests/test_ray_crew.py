@@ -611,15 +611,15 @@ async def test_the_loss_of_a_node_is_the_death_of_its_engine(cluster: Cluster, t
         for incarnation in (1, 2):
             engine = crew._members["generation", 0]
             await roll(crew, incarnation, bytes=MIB)
-            rows = engine.handle.generate.remote(group(3, bytes=MIB))
-            ray.wait([rows], timeout=30, fetch_local=False)
+            rows = crew.sample(0, group(3, bytes=MIB))
+            ray.wait([rows.reference], timeout=30, fetch_local=False)
             node = await inside(crew, "generation", 0, lambda _: ray.get_runtime_context().get_node_id())
             (lost,) = [other for other in cluster.worker_nodes if other.node_id == node]
             cluster.remove_node(lost, allow_graceful=False)
             assert await death_of(crew, within_s=5) == ("generation", 0, incarnation)
             # Rows that lay on that node are gone with the engine; those in the queue are not.
             with pytest.raises(ActorDied, match="generation 0 died"):
-                await crew.put(ray_crew._Rows(rows, engine))
+                await crew.put(rows)
             assert (await crew.train(0, [incarnation])).stats == [[incarnation] * 2]
             if incarnation == 1:
                 assert await crew.start_engine(0) == 2

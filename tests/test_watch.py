@@ -219,9 +219,9 @@ def test_a_wrong_topic_or_stage_is_refused_and_cannot_hang() -> None:
             await waits.until(lambda: None, who="a", what="b", stage=stage, deadline_s=9, on=on)
 
         for on in [("group",), ("groups", "engine"), ()]:
-            with pytest.raises(ValueError, match="groups, engines, release, actors, control"):
+            with pytest.raises(ValueError, match="groups, engines, fleet, release"):
                 await wait("gate", *on)
-            with pytest.raises(ValueError, match="groups, engines, release, actors, control"):
+            with pytest.raises(ValueError, match="groups, engines, fleet, release"):
                 waits.changed(*on)
         with pytest.raises(ValueError, match="unknown wait stage 'gates'"):
             await wait("gates", "groups")
