@@ -177,8 +177,8 @@ class Crew(Protocol):
 
     # metrics
 
-    async def serve_metrics(self) -> int:
-        """Starts the metrics endpoint, or starts it again at its port; returns the port."""
+    async def serve_metrics(self, again_at: int | None) -> int:
+        """Starts the metrics endpoint; returns its port. `again_at`: where it was before, if it was."""
         ...
 
     async def show_metrics(self, state: dict[str, Any]) -> None:

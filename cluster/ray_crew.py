@@ -130,7 +130,6 @@ class RayCrew:
         self._incarnations: dict[tuple[str, int], int] = {}
         self._deaths: asyncio.Queue[ActorDied] = asyncio.Queue()
         self._requests: deque[tuple[int, str, Any]] = deque()
-        self._port: int | None = None
         self._num_buckets = 0
         self._is_announced = False
         needs_reference, needs_critic = config.algorithm.needs_reference, config.algorithm.needs_critic
@@ -483,12 +482,11 @@ class RayCrew:
 
     # ---- metrics -------------------------------------------------------------------------------------------
 
-    async def serve_metrics(self) -> int:
+    async def serve_metrics(self, again_at: int | None) -> int:
         await self._end_present("metrics", 0)
         metrics = self._config.metrics
-        port, wait_s = (metrics.port, 0.0) if self._port is None else (self._port, REBIND_DEADLINE_S)
-        self._port = port = await self._ask(self._create("metrics", 0), "serve", metrics.host, port, wait_s)
-        return port
+        port, wait_s = (metrics.port, 0.0) if again_at is None else (again_at, REBIND_DEADLINE_S)
+        return await self._ask(self._create("metrics", 0), "serve", metrics.host, port, wait_s)
 
     async def show_metrics(self, state: dict[str, Any]) -> None:
         await self._ask(self._present("metrics"), "restore", state)

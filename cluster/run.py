@@ -36,7 +36,7 @@ class Run:
     async def execute(self) -> None:
         """Trains. Goes on from the newest checkpoint when weights died with their actor, `run.max_restarts` times.
         Raises `Starved` when nothing moves, and the first other failure of any part."""
-        restarts, totals = 0, Exporter()
+        restarts, totals, port = 0, Exporter(), None
         while True:
             crew = self.crew()
             self.session = Session(
@@ -48,6 +48,7 @@ class Run:
                 totals=totals,
                 resume_from=self.resume_from,
                 is_restart=restarts > 0,
+                port=port,
                 stopping=self.stopping,
             )
             try:
@@ -62,7 +63,7 @@ class Run:
                 cause = failure
             finally:
                 await self._close(crew)
-            restarts += 1
+            restarts, port = restarts + 1, self.session.port
             if restarts > self.config.run.max_restarts:
                 raise HeadwayError(
                     f"{cause}; the run went on from its checkpoint {self.config.run.max_restarts} times already "

@@ -62,7 +62,9 @@ class Session:
     """Every series of the run, over all its sessions."""
     resume_from: Path | None
     is_restart: bool = False
-    """Another session of this process came before."""
+    """Another session of this process came before,"""
+    port: int | None = None
+    """whose metrics endpoint was here."""
     version: int = 0
     stopping: bool = False
 
@@ -127,9 +129,9 @@ class Session:
         say("placing groups")
         opening_s = config.cluster.placement_deadline_s * len(config.model_fields) + start_s
         await self._call(crew.open(), "the groups to be placed", "start", opening_s)
-        port = await self._call(crew.serve_metrics(), "the metrics endpoint", "start")
-        self.progress.endpoint(port, config.metrics.port)
-        _write_text(self.folder / "metrics_port", str(port))
+        self.port = await self._call(crew.serve_metrics(self.port), "the metrics endpoint", "start")
+        self.progress.endpoint(self.port, config.metrics.port)
+        _write_text(self.folder / "metrics_port", str(self.port))
         common = (config, crew, self.waits, self.recorder, say, self._spawn)
         self.engines = Engines(*common, on_left=lambda replica: self.totals.forget_replica(str(replica)))
         say("starting engines and learner")
@@ -138,7 +140,7 @@ class Session:
             await self._call(crew.start_learner(), "the learner to start", "start", start_s)
             await self._load_state()
             self.supervisor = Supervisor(
-                *common, folder=self.folder, groups=self.groups, engines=self.engines
+                *common, folder=self.folder, groups=self.groups, engines=self.engines, port=self.port
             )
             self.dispatcher = Dispatcher(
                 *common,

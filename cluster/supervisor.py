@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Supervisor:
-    """`spawn` runs a coroutine beside the learner."""
+    """`spawn` runs a coroutine beside the learner; `port` is the metrics endpoint's."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Supervisor:
         folder: Path,
         groups: Groups,
         engines: Engines,
+        port: int,
     ) -> None:
         self._config = config
         self._crew = crew
@@ -46,6 +47,7 @@ class Supervisor:
         self._folder = folder
         self._groups = groups
         self._engines = engines
+        self._port = port
         self._repaired: dict[tuple[str, int], int] = {}
         """Highest incarnation whose death was dealt with."""
         self.training: Sequence[Group] = ()
@@ -80,7 +82,9 @@ class Supervisor:
             case "queue":
                 await self._replace_queue()
             case "metrics":
-                await self._within(self._crew.serve_metrics(), "the metrics endpoint to start again")
+                await self._within(
+                    self._crew.serve_metrics(self._port), "the metrics endpoint to start again"
+                )
             case "learner" | "critic":
                 raise Lost(str(death))
             case _:

@@ -435,7 +435,7 @@ class VirtualCrew:
         await self._one("queue").work(0)
         _write_rows(await self._queue.take(list(group_ids)), file)
 
-    async def serve_metrics(self) -> int:
+    async def serve_metrics(self, again_at: int | None) -> int:
         actor = self._one("metrics")
         if not actor.alive:
             await self._start(actor)

@@ -41,9 +41,9 @@ class WritingCrew(VirtualCrew):
         self.started[request.group_id] = asyncio.get_running_loop().time()
         return super().sample(replica, request, kept)
 
-    def _score(self, engine: Engine, job: Job) -> None:
+    def _made(self, engine: Engine, job: Job) -> None:
         self.finished[job.request.group_id] = asyncio.get_running_loop().time()
-        super()._score(engine, job)
+        super()._made(engine, job)
 
     async def write_batch(self, group_ids: Any, file: Path, version: int, columns: Any) -> None:
         rows = []

@@ -380,7 +380,7 @@ async def test_a_group_that_is_handed_back_goes_on_at_an_engine_that_came_late(c
 
 @pytest.mark.parametrize("role", ["generation", "verifiers", "reference", "queue", "metrics", "control"])
 async def test_a_killed_actor_is_reported_once_and_replaced(crew: RayCrew, role: str) -> None:
-    port = await crew.serve_metrics()
+    port = await crew.serve_metrics(None)
     before = crew.incarnation(role, 0)
     os.kill(await pid_of(crew, role), signal.SIGKILL)
     async with asyncio.timeout(3):
@@ -395,7 +395,7 @@ async def test_a_killed_actor_is_reported_once_and_replaced(crew: RayCrew, role:
                 await crew.release([1])
             await crew.start_queue()
         case "metrics":
-            assert await crew.serve_metrics() == port
+            assert await crew.serve_metrics(port) == port
             await crew.show_metrics({"gauges": [["headway_learner_version", "", 12.0]]})
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
                 assert b"headway_learner_version 12.0" in answer.read()
@@ -553,7 +553,7 @@ async def test_two_runs_of_one_name_do_not_share_a_cluster(
 async def test_weights_that_die_while_they_are_trained_are_lost_and_nothing_is_left(tmp_path: Path) -> None:
     config = configuration(tmp_path, "lost", algorithm={"preset": "ppo", "reference_refresh_steps": 2})
     async with opened(config) as crew:
-        await crew.serve_metrics()
+        await crew.serve_metrics(None)
         pids = {key: await pid_of(crew, *key) for key in crew._members}
         child = await inside(crew, "generation", 0, lambda engine: engine.child.pid)
         where = json.loads((config.run_folder / "cluster.json").read_text())

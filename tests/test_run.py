@@ -304,7 +304,9 @@ def test_everything_is_killed_once_and_every_prompt_is_trained_once(
         )
         kill(folder / "logs" / "generation-0.log", "GenerationActor")
         kill(folder / "logs" / "verifiers-0.log", "VerifierWorker")
-        wait_for(lambda: says("engine 0 is replaced") and says("verifiers 0 is replaced"), process, "the news")
+        wait_for(
+            lambda: says("engine 0 is replaced") and says("verifiers 0 is replaced"), process, "the news"
+        )
         more_steps(2)
         wait_for(serving(2), process, "engine 0 to come back")
 
