@@ -131,16 +131,19 @@ class Dispatcher:
         """One group to its end. It goes on at another engine when its own leaves, and starts over when an actor dies
         under it. The engine already counts it."""
         kept: Any = None
+        pause_s = 0.0
         deaths: Counter[str] = Counter()
         while True:
             try:
                 receipt = await self._through(group, engine, kept, deaths)
                 break
             except RolloutFailed as failure:
-                self._fail(
-                    group, failure.reason if failure.reason == "straggler" else "generation_failed", failure
-                )
-                return
+                if failure.reason != "store_full":
+                    reason = failure.reason if failure.reason == "straggler" else "generation_failed"
+                    self._fail(group, reason, failure)
+                    return
+                # Its rows had no place and are gone: it is sampled again, by and by.
+                kept, pause_s = None, await self._pause(group, failure, pause_s)
             except Starved as failure:
                 # Its rows may still be on their way.
                 self._spawn(self._refuse(group.group_id))
@@ -188,17 +191,23 @@ class Dispatcher:
                 if queue == self._crew.incarnation("queue", 0):
                     return receipt
             except StoreFull as failure:
-                self._recorder.inc("headway_store_full_total")
-                if not pause_s:
-                    self._say(f"group {group.group_id} waits for room in the object store: {failure}")
-                pause_s = min(2 * pause_s + 0.5, LONGEST_PAUSE_S)
-                await asyncio.sleep(pause_s)
+                pause_s = await self._pause(group, failure, pause_s)
             except ActorDied as death:
                 if death.role == "generation" or deaths[death.role] == MAX_DEATHS - 1:
                     raise
                 if death.role != "queue":  # which has to do with all groups, so that its death accuses none
                     deaths[death.role] += 1
                 await self._supervisor.repaired(death, who=f"group {group.group_id}")
+
+    async def _pause(self, group: Group, failure: Exception, last_s: float) -> float:
+        """Waits for room in the object store, each time longer. Meanwhile the group holds its place under the bound, so
+        that nothing new starts in it."""
+        self._recorder.inc("headway_store_full_total")
+        if not last_s:
+            self._say(f"group {group.group_id} waits for room in the object store: {failure}")
+        pause_s = min(2 * last_s + 0.5, LONGEST_PAUSE_S)
+        await asyncio.sleep(pause_s)
+        return pause_s
 
     async def _take_back(self, group: Group, engine: Engine) -> Any:
         """What the leaving engine has of the group; None when that is lost with it, so that the group starts over."""

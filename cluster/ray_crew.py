@@ -53,6 +53,7 @@ from headway.core.errors import (
     HeadwayError,
     Lost,
     RolloutFailed,
+    StoreFull,
 )
 from headway.core.metrics import Update
 
@@ -319,9 +320,8 @@ class RayCrew:
                 if maker is None:
                     return Lost(short_reason(cause))
                 return self._died(maker, "what it had made was lost")
-            case ObjectStoreFullError() | OutOfDiskError() if member.role == "generation":
-                # Another try needs other rows: these have no place anywhere.
-                return RolloutFailed("store_full", f"{member.role} {member.replica}: {short_reason(cause)}")
+            case ObjectStoreFullError() | OutOfDiskError():
+                return StoreFull(f"{member.role} {member.replica}: {short_reason(cause)}")
             case _:
                 what = f"{type(cause).__name__}: {short_reason(cause)}"
                 return HeadwayError(
@@ -449,7 +449,10 @@ class RayCrew:
         return reference
 
     async def put(self, rows: _Rows) -> Receipt:
-        await self._result(rows.sign, rows.engine)
+        try:
+            await self._result(rows.sign, rows.engine)
+        except StoreFull as full:  # these rows have no place anywhere
+            raise RolloutFailed("store_full", str(full)) from full
         queue = self._present("queue")
         rows.scored = rows.scored or self._score(rows)
         try:
@@ -457,6 +460,9 @@ class RayCrew:
         except ActorDied as death:
             if death.role in self._scorers:
                 rows.scored = None
+            raise
+        except StoreFull:  # the queue's, or a scorer's: what it made is an error from now on
+            rows.scored = None
             raise
 
     # ---- queue ---------------------------------------------------------------------------------------------
