@@ -609,7 +609,6 @@ async def test_the_loss_of_a_node_is_the_death_of_its_engine(cluster: Cluster, t
     async with opened(configuration(tmp_path, "nodes", generation=labelled)) as crew:
         crew._placement._deadline_s = 4
         for incarnation in (1, 2):
-            engine = crew._members["generation", 0]
             await roll(crew, incarnation, bytes=MIB)
             rows = crew.sample(0, group(3, bytes=MIB))
             ray.wait([rows.reference], timeout=30, fetch_local=False)
