@@ -188,7 +188,7 @@ class Dispatcher:
                     stage="group",
                     deadline_s=left + GRACE_S,
                 )
-                if queue == self._crew.incarnation("queue", 0):
+                if queue == self._crew.incarnation("queue", 0) and queue > self._supervisor.dead_queue:
                     return receipt
             except StoreFull as failure:
                 pause_s = await self._pause(group, failure, pause_s)

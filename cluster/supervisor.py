@@ -52,6 +52,8 @@ class Supervisor:
         """Highest incarnation whose death was dealt with."""
         self.training: Sequence[Group] = ()
         """Groups that the learner has taken: their rows are no longer the queue's business."""
+        self.dead_queue = 0
+        """Incarnation of the last queue that is known to have died; what it said that it holds is gone."""
         self.queue_is_whole = True
         """False while it is unknown which finished groups have rows."""
 
@@ -61,8 +63,10 @@ class Supervisor:
             death = await self._crew.next_death()
             if death.role == "generation":
                 self._engines.failed_with(death)
-            else:
-                self._spawn(self._repair(death))
+                continue
+            if death.role == "queue":
+                self.dead_queue, self.queue_is_whole = death.incarnation, False
+            self._spawn(self._repair(death))
 
     async def _repair(self, death: ActorDied) -> None:
         try:
@@ -97,7 +101,6 @@ class Supervisor:
     async def _replace_queue(self) -> None:
         """Groups that lay in the queue are taken from the newest checkpoint where it has the same rows; the others are
         issued again."""
-        self.queue_is_whole = False
         taken = {group.group_id for group in self.training}
         finished = {
             group.group_id: group
