@@ -72,7 +72,7 @@ def train(
 
 
 def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
-    from headway.cluster.run_folder import prepare_folder
+    from headway.cluster.run_folder import check_same_inputs, prepare_folder
 
     checkpoint = prepare_folder(config, resume=resume, overwrite=overwrite)
     # Heavy modules only now, when what can be known without them is known.
@@ -83,6 +83,9 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
     from headway.cluster.report import write_report
     from headway.cluster.run import Run
     from headway.core.prompts import PromptStream
+    from headway.core.prompts import fingerprint as fingerprint_of_prompts
+    from headway.learner.checkpoint import passed_over
+    from headway.learner.pretrained import fingerprint as fingerprint_of_model
 
     with Progress(config, console) as progress:
         progress.say("checking model, data and golds")
@@ -90,6 +93,13 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
         checked = preflight(config, prompts, progress.say)
         config = checked.config
         encode_demonstrations(config, checked.model_folder)
+        inputs = {
+            "model.path": fingerprint_of_model(checked.model_folder),
+            "data.source": fingerprint_of_prompts(prompts),
+        }
+        check_same_inputs(config.run_folder, inputs, resume=resume)
+        for fault in passed_over(config.run_folder / "checkpoints") if resume else ():
+            progress.say(f"passed over {fault}")
         config.run_folder.joinpath("config.json").write_text(dump_config(config), encoding="utf-8")
         progress.header(config, num_prompts=len(prompts), model=str(checked.model_folder))
         connect(config)

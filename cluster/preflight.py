@@ -11,6 +11,7 @@ from headway.actors.generation import encode, eos_token_ids
 from headway.actors.generation_rows import longest_prompt
 from headway.actors.policy import demonstrations_file
 from headway.actors.verifier import VerifierWorker
+from headway.cluster.queue import group_bytes
 from headway.core.config import Config, warnings
 from headway.core.errors import ConfigError, DataError
 from headway.core.prompts import Prompt, load_prompts
@@ -65,6 +66,13 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
     folder = model_folder(config.model.path)
     longest = _longest_prompt(config, folder, prompts)
     needed = longest + config.sampling.max_new_tokens
+    rows = config.sampling.group_size * max(1, len(config.data.agents))
+    batch = config.groups_per_batch * group_bytes(rows, longest, config.sampling.max_new_tokens)
+    if batch > config.queue.max_mib << 20:
+        raise ConfigError(
+            f"queue.max_mib={config.queue.max_mib} may not hold one batch of {config.groups_per_batch} groups; set it to "
+            f"at least {-(-batch >> 20)}"
+        )
     limit = config.generation.max_model_len
     if limit is not None and limit < needed:
         raise ConfigError(

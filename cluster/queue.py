@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from headway.core import rollouts
 from headway.core.errors import HeadwayError
+from headway.learner.checkpoint import writing
 
 MAX_REFUSED = 10_000
 """Groups whose late arrival is still refused: by the time that so many others were refused, whoever made them is gone.
@@ -170,9 +171,10 @@ class RolloutQueue:
             for name in columns.column_names:
                 place = table.schema.get_field_index(name)
                 table = table.set_column(place, rollouts.SCHEMA.field(name), columns.column(name))
-        rollouts.write_parquet(
-            table.replace_schema_metadata({**(table.schema.metadata or {}), **extra}), Path(path)
-        )
+        with writing(Path(path)):
+            rollouts.write_parquet(
+                table.replace_schema_metadata({**(table.schema.metadata or {}), **extra}), Path(path)
+            )
 
     async def ping(self) -> bool:
         return True

@@ -70,7 +70,11 @@ class Run:
                     "(run.max_restarts); see the logs in its folder, go on with --resume"
                 )
             totals.apply([("headway_run_restarts_total", "", 1.0)])
-            newest = checkpoint.newest_complete(self.config.run_folder / "checkpoints")
+            checkpoints = self.config.run_folder / "checkpoints"
+            newest = checkpoint.newest_complete(checkpoints)
+            if newest is None and checkpoint.was_complete(checkpoints):
+                faults = "; ".join(checkpoint.passed_over(checkpoints))
+                raise HeadwayError(f"{cause}; no checkpoint is whole to go on from: {faults}")
             self.resume_from = newest
             self.progress.say(
                 f"{cause}: going on from {newest.name if newest else 'the start'} "

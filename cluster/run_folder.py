@@ -11,12 +11,23 @@ from headway.core.config import Config
 from headway.core.errors import ConfigError
 from headway.learner import checkpoint
 
+INPUTS = "inputs.json"
 MAY_CHANGE = (
     "run.steps",
     "run.checkpoint_every",
     "run.no_progress_deadline_s",
+    "run.max_restarts",
     "run.save_rollouts",
     "run.folder",
+    "lag.straggler_deadline_s",
+    *(
+        f"{role}.{key}"
+        for role in ("learner", "reference", "critic")
+        for key in ("replicas", "cpus", "gpus", "threads", "labels", "microbatch_tokens")
+    ),
+    "learner.activation_checkpointing",
+    "learner.bucket_mib",
+    "learner.step_deadline_s",
 )
 MAY_CHANGE_SECTIONS = ("generation", "verifiers", "queue", "metrics", "cluster")
 """What a resumed run may set anew: nothing that decides which data the weights have seen, and how."""
@@ -26,7 +37,13 @@ def prepare_folder(config: Config, *, resume: bool, overwrite: bool) -> Path | N
     """Makes the run folder ready; returns the checkpoint to resume from, None for the start. Raises `ConfigError`."""
     folder = config.run_folder
     if resume:
-        newest = checkpoint.newest_complete(folder / "checkpoints")
+        checkpoints = folder / "checkpoints"
+        newest = checkpoint.newest_complete(checkpoints)
+        if newest is None and checkpoint.was_complete(checkpoints):
+            raise ConfigError(
+                f"--resume: no checkpoint in {checkpoints} is whole ({'; '.join(checkpoint.passed_over(checkpoints))}); "
+                "restore what is missing, or remove it and lose its steps"
+            )
         if newest is None and not (folder / "config.json").exists():
             raise ConfigError(f"--resume: {folder} holds no run; start without --resume")
         # A run that ended before its first checkpoint goes on from its start.
@@ -60,6 +77,25 @@ def check_same_run(config: Config, saved: Path) -> None:
         raise ConfigError(
             f"--resume goes on with the same run, but {'; '.join(changed)}; set it back, or start a new run (run.name)"
         )
+
+
+def check_same_inputs(folder: Path, inputs: dict[str, str], *, resume: bool) -> None:
+    """Keeps the fingerprints of model and data in the run folder, and refuses to go on with others under the same
+    names. Raises `ConfigError`."""
+    file = folder / INPUTS
+    if resume:
+        try:
+            before = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{folder} holds no readable {INPUTS} ({error}); it cannot be resumed"
+            ) from error
+        if changed := [key for key in inputs if before.get(key) != inputs[key]]:
+            raise ConfigError(
+                f"--resume: the content of {' and '.join(changed)} is not what it was; put it back, or start a new run "
+                "(run.name)"
+            )
+    file.write_text(json.dumps(inputs), encoding="utf-8")
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -74,6 +74,7 @@ class Session:
         self.waits = Waits(self.recorder)
         self.folder = self.config.run_folder.resolve()
         self.started = self.last_progress = self._now()
+        self.learner_works = False
         self.tasks: set[asyncio.Task[None]] = set()
         self.no_signal: NoSignal | None = None
         self.autoscaler = _autoscaler(self.config)
@@ -209,9 +210,11 @@ class Session:
             if batch is None:
                 break
             taken = self._now()
+            self.learner_works = True
             queue = self.crew.incarnation("queue", 0)
             trained = await self._train(batch)
             if trained is None:
+                self.learner_works = False
                 continue
             ended_training = self._now()
             self.groups.train(batch, self.version)
@@ -227,6 +230,7 @@ class Session:
             finally:
                 storing.cancel()
             self.supervisor.training = ()
+            self.learner_works = False
             self.last_progress = ended = self._now()
             stages = ("unpack", "forward_backward", "optimizer")
             computed = {stage: sum(s.seconds[stage] for s in trained.stats) for stage in stages}
@@ -258,14 +262,17 @@ class Session:
                 self.dispatcher.drop(self.groups.live[group_id], "stale")
             return [self.groups.live[group_id] for group_id in cut.take] or None
 
-        batch = await self.waits.until(
-            ready,
-            who="learner",
-            what=f"{self.config.groups_per_batch} finished groups",
-            stage="learner_for_groups",
-            deadline_s=self.config.run.no_progress_deadline_s,
-            on=("groups", "control"),
-        )
+        try:
+            batch = await self.waits.until(
+                ready,
+                who="learner",
+                what=f"{self.config.groups_per_batch} finished groups",
+                stage="learner_for_groups",
+                deadline_s=self.config.run.no_progress_deadline_s,
+                on=("groups", "control"),
+            )
+        except Starved as failure:
+            raise self._stalled() from failure
         return batch if isinstance(batch, list) else None
 
     async def _train(self, batch: list[Group]) -> Trained | None:
@@ -341,11 +348,14 @@ class Session:
                 await self.supervisor.repaired(death, who="control")
                 continue
             answer = self._scale(value) if kind == "scale" else UserError(f"unknown request {kind!r}")
-            await self.supervisor.insist(
-                lambda ticket=ticket, answer=answer: self.crew.answer(ticket, answer),
-                what="an answer to be passed on",
-                stage="metrics",
-            )
+            try:
+                await self.supervisor.insist(
+                    lambda ticket=ticket, answer=answer: self.crew.answer(ticket, answer),
+                    what="an answer to be passed on",
+                    stage="metrics",
+                )
+            except Starved as failure:
+                self.progress.say(str(failure))  # who asked finds out by a deadline of its own
 
     def _scale(self, wanted: Any) -> dict[str, Any] | UserError:
         limit = self.config.generation.max_replicas
@@ -377,8 +387,8 @@ class Session:
             await asyncio.sleep(self.config.metrics.heartbeat_s)
             try:
                 await self._send_metrics()
-            except ActorDied as death:
-                await self.supervisor.repaired(death, who="heartbeat")
+            except ActorDied:
+                pass  # whoever takes its place is shown everything on a later beat
             except Starved as failure:
                 self.progress.say(str(failure))
             self.progress.state(
@@ -395,12 +405,17 @@ class Session:
             if overdue - shown:
                 self.progress.say(f"waits that take long:\n{self.waits.table(self.version)}")
             shown = overdue
-            idle = self._now() - self.last_progress
-            if idle > deadline_s:
-                raise Starved(
-                    f"no optimizer step for {idle:.0f} s (run.no_progress_deadline_s={deadline_s:.0f}), learner "
-                    f"version {self.version}; who waits for whom:\n{self.waits.table(self.version)}"
-                )
+            if self.learner_works:  # whose calls all have deadlines of their own
+                self.last_progress = self._now()
+            if self._now() - self.last_progress > deadline_s:
+                raise self._stalled()
+
+    def _stalled(self) -> Starved:
+        return Starved(
+            f"no optimizer step for {self._now() - self.last_progress:.0f} s (run.no_progress_deadline_s="
+            f"{self.config.run.no_progress_deadline_s:g}), learner version {self.version}; who waits for whom:\n"
+            f"{self.waits.table(self.version)}"
+        )
 
     async def _send_metrics(self) -> None:
         """Everything that was recorded since the last time: into the run's totals, and to the endpoint."""
@@ -453,6 +468,7 @@ class Session:
     async def checkpoint(self) -> None:
         """Writes everything that the run needs to go on, then removes the previous checkpoint."""
         began = self._now()
+        self.learner_works = True
         draft = checkpoint.begin(self.folder / "checkpoints", self.version)
         try:
             await self._call(
@@ -474,6 +490,8 @@ class Session:
             _write_text(draft / "config.json", dump_config(self.config))
         self.groups.ledger.sync()
         await asyncio.to_thread(checkpoint.commit, draft)
+        self.learner_works = False
+        self.last_progress = self._now()
         self.progress.say(f"checkpoint {self.version} in {self._now() - began:.1f} s")
 
 

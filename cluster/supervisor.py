@@ -13,7 +13,7 @@ from headway.cluster.groups import Groups
 from headway.cluster.state import Group
 from headway.cluster.watch import Waits
 from headway.core.config import Config
-from headway.core.errors import ActorDied, Lost
+from headway.core.errors import ActorDied, Lost, Starved
 from headway.core.metrics import Recorder
 from headway.learner import checkpoint
 
@@ -86,9 +86,7 @@ class Supervisor:
             case "queue":
                 await self._replace_queue()
             case "metrics":
-                await self._within(
-                    self._crew.serve_metrics(self._port), "the metrics endpoint to start again"
-                )
+                await self._serve_metrics()
             case "learner" | "critic":
                 raise Lost(str(death))
             case _:
@@ -97,6 +95,17 @@ class Supervisor:
                     f"{death.role} {death.replica} to start again",
                     self._config.generation.start_deadline_s,
                 )
+
+    async def _serve_metrics(self) -> None:
+        """Again and again: no run ends for want of its endpoint."""
+        while True:
+            try:
+                await self._within(
+                    self._crew.serve_metrics(self._port), "the metrics endpoint to start again"
+                )
+                return
+            except Starved as failure:
+                self._say(str(failure))
 
     async def _replace_queue(self) -> None:
         """Groups that lay in the queue are taken from the newest checkpoint where it has the same rows; the others are

@@ -31,8 +31,9 @@ class Run(Section):
     """Optimizer steps in the whole run; a resumed run goes on to the same number."""
     checkpoint_every: int = Field(default=50, ge=0)
     """Optimizer steps between checkpoints; 0: only at the end and on Ctrl-C."""
-    no_progress_deadline_s: float = Field(default=300.0, gt=0)
-    """A run that finishes no step for this long ends with a table of who waits for whom (seconds)."""
+    no_progress_deadline_s: float = Field(default=1200.0, gt=0)
+    """A run whose learner gets no batch for this long ends with a table of who waits for whom (seconds); what the
+    learner does has deadlines of its own."""
     max_restarts: int = Field(default=3, ge=0)
     """How often the run goes on from its newest checkpoint by itself after weights died with their actor (learner,
     critic, refreshed reference)."""
@@ -698,6 +699,11 @@ def warnings(config: Config) -> list[str]:
         found.append(
             f"algorithm.correction=none with lag.max_version_lag={config.lag.max_version_lag}: nothing makes up for "
             "the age of rollouts"
+        )
+    if config.run.no_progress_deadline_s <= config.lag.straggler_deadline_s:
+        found.append(
+            f"run.no_progress_deadline_s={config.run.no_progress_deadline_s:g} is not above lag.straggler_deadline_s="
+            f"{config.lag.straggler_deadline_s:g}: one slow group would end the run before it is dropped"
         )
     if algorithm.objective == "none" and config.learner.steps_per_batch > 1:
         found.append(

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -55,6 +57,15 @@ def _order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
     order = list(range(size))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return tuple(order)
+
+
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """Digest of prompts by content and order."""
+    found = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        parts = [prompt.prompt_id, prompt.content, prompt.gold, prompt.verifier, prompt.task, prompt.context]
+        found.update(json.dumps(parts, default=repr, sort_keys=True).encode() + b"\n")
+    return found.hexdigest()
 
 
 def load_prompts(

@@ -92,6 +92,9 @@ def validate(table: pa.Table) -> None:
     for name in REQUIRED:
         if table.column(name).null_count:
             raise SchemaError(f"column {name!r} holds nulls")
+    for name in ("prompt_ids", "response_ids", "loss_mask", "version_spans"):
+        if any(chunk.flatten().null_count for chunk in table.column(name).chunks):
+            raise SchemaError(f"column {name!r} holds null elements")
     num_tokens = lengths(table, "response_ids")
     for name in ("loss_mask", "behavior_logprobs"):
         if lengths(table, name) != num_tokens:
@@ -102,7 +105,7 @@ def validate(table: pa.Table) -> None:
             raise SchemaError(f"rollout {rollout_id}: finish_reason {reason!r} is not in {FINISH_REASONS}")
         position = 0
         for span in spans:
-            if span["start"] != position or span["end"] <= span["start"]:
+            if span["start"] != position or span["end"] <= position or span["version"] is None:
                 raise SchemaError(f"rollout {rollout_id}: version spans do not tile [0, {length}): {spans}")
             position = span["end"]
         if position != length:
@@ -159,8 +162,11 @@ def write_parquet(table: pa.Table, path: Path) -> None:
     """Writes whole or not at all: to a temporary name, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    pq.write_table(table, temporary, compression="zstd")
-    os.replace(temporary, path)
+    try:
+        pq.write_table(table, temporary, compression="zstd")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_parquet(path: Path) -> pa.Table:

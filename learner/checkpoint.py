@@ -84,11 +84,38 @@ def newest_complete(parent: Path) -> Path | None:
 
 
 def is_complete(folder: Path) -> bool:
+    return _fault(folder) is None
+
+
+def passed_over(parent: Path) -> list[str]:
+    """What is wrong with each checkpoint that is newer than the newest complete one, newest first."""
+    newest = newest_complete(parent)
+    faults = []
+    for folder in sorted(_checkpoints(parent), key=_order, reverse=True):
+        if folder == newest:
+            break
+        faults.append(f"{folder.name}: {_fault(folder)}")
+    return faults
+
+
+def was_complete(parent: Path) -> bool:
+    """Whether a checkpoint was finished here once, and may be damaged now."""
+    return any((folder / MARKER).exists() for folder in _checkpoints(parent))
+
+
+def _fault(folder: Path) -> str | None:
+    """What a checkpoint lacks; None when it is complete."""
     try:
         sizes = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
-        return False
+        for name, size in sizes.items():
+            if (found := (folder / name).stat().st_size) != size:
+                return f"{name} has {found:,} of {size:,} bytes"
+    except FileNotFoundError as error:
+        missing = Path(str(error.filename)).name
+        return "it was not finished" if missing == MARKER else f"{missing} is missing"
+    except (OSError, ValueError) as error:
+        return f"its {MARKER} is not readable ({error})"
+    return None
 
 
 def _checkpoints(parent: Path) -> list[Path]:

