@@ -127,7 +127,8 @@ def join(address: str, run: str, **options: Any) -> None:
     _probe(address)
     # Ray puts the driver's working directory first on every worker's import path. An empty folder keeps ours
     # from standing in for packages of the same name.
-    neutral = tempfile.mkdtemp(prefix="headway-cwd-")
+    neutral = Path(tempfile.gettempdir()) / f"headway-cwd-{os.getuid()}"
+    neutral.mkdir(mode=0o700, exist_ok=True)
     before = os.getcwd()
     os.chdir(neutral)
     try:
