@@ -35,7 +35,7 @@ import pyarrow as pa
 from ray import cloudpickle
 
 from headway.actors.generation_rows import GroupRequest
-from headway.cluster.placement import FAILURE_DETECTION, disconnect, join
+from headway.cluster.placement import disconnect, join
 from headway.cluster.ray_crew import ROLES, RayCrew
 from headway.cluster.scenario import Scenario
 from headway.cluster.simulate import simulate, virtual_run
@@ -390,7 +390,7 @@ async def _execute(cases: list[Case], configs: list[Config], folder: Path) -> No
 def own_ray() -> Iterator[None]:
     """Its CPUs are tickets. What it says of so many actors on so few cores goes unheard."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        join("local", "bench", include_dashboard=False, num_cpus=64, _system_config=FAILURE_DETECTION)
+        join("local", "bench", include_dashboard=False, num_cpus=64)
         try:
             yield
         finally:

@@ -96,6 +96,7 @@ def line(policy: str, steps: int, scenario: Scenario, folder: Path) -> str:
         f"{len(long & crew.rows.keys()) / len(crew.rows):>9.2%}{of_long / all_long:>12.1%}"
         f"{len(dropped):>9}{sum(tokens[n] for n in dropped) / all_tokens:>10.1%}{withheld / all_tokens:>10.1%}"
         f"{max(crew.lags):>9}{audit['length_ks']:>10.4f}{audit['task_distance']:>10.4f}"
+        f"{audit['trained_mean'] / audit['sampled_mean']:>10.2f}"
     )
 
 
@@ -115,8 +116,10 @@ def main() -> None:
     )
     print(
         f"{SHARE:.0%} of the prompts {FACTOR:g} x as long; {steps} steps of 32 groups of {GROUP_SIZE}, bound {BOUND}\n"
-        "policy      step  learner      long     long        long     groups    tokens    tokens   largest    length      task\n"
-        "                    waits     ended  trained  in the loss  dropped   dropped  withheld       lag        KS  distance"
+        "policy      step  learner      long     long        long     groups    tokens    tokens   largest    length      task  "
+        "mean length\n"
+        "                    waits     ended  trained  in the loss  dropped   dropped  withheld       lag        KS  distance  "
+        "/ sampled"
     )
     with tempfile.TemporaryDirectory() as folder:
         for policy in POLICIES:

@@ -497,9 +497,9 @@ time.sleep(60)
 """
 
 
-async def test_what_a_killed_actor_left_is_removed_by_the_next_in_its_place_only() -> None:
+async def test_what_a_killed_actor_left_is_removed_by_the_next_of_its_run_only() -> None:
     hosts, found = [], []
-    places = [f"headway-test-{os.getpid()}-{replica}" for replica in (1, 11)]
+    places = [f"headway-test-{os.getpid()}-{run}-1" for run in ("one", "two")]
     for place in places:
         host = subprocess.Popen([sys.executable, "-c", HOST, place], stdout=subprocess.PIPE, text=True)
         assert host.stdout is not None
@@ -511,7 +511,7 @@ async def test_what_a_killed_actor_left_is_removed_by_the_next_in_its_place_only
     for host in hosts:
         host.kill()
         host.wait()
-    remove_traces(places[0])
+    remove_traces(f"headway-test-{os.getpid()}-one-")
     await until(lambda: not any(path.exists() for path in found[0]))
     assert all(path.exists() for path in found[1])
     assert not list(SHARED.glob(f"{places[0]}.*")) and len(list(SHARED.glob(f"{places[1]}.*"))) == 2

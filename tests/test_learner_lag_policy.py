@@ -19,7 +19,7 @@ from torch.testing import assert_close
 
 from headway.cluster import replay
 from headway.core.config import Config, dump_config, parse_config
-from headway.core.errors import HeadwayError
+from headway.core.errors import DataError, HeadwayError
 from headway.core.rollouts import SCHEMA, build, replace_column, write_parquet
 from headway.learner.batching import unpack
 from headway.learner.corrections import lag_factors
@@ -624,5 +624,5 @@ def test_a_stored_run_trains_again_to_the_same_losses(
         json.loads((tmp_path / "replays" / "again" / "config.json").read_text())["lag"]["policy"]
         == lag["policy"]
     )
-    with pytest.raises(LagOutOfBounds, match=r"group 3, .* version lag of 3 is beyond lag.max_version_lag=2"):
+    with pytest.raises(DataError, match=r"group 3, .* version lag of 3 is beyond lag.max_version_lag=2"):
         replay.train(replay.replay_config(tmp_path, ["lag.policy=pace"]), tmp_path, "paced", records.append)

@@ -442,7 +442,7 @@ def test_an_existing_run_is_not_overwritten_by_accident(root: Path, tmp_path: Pa
             ["generation.gpus=1"],
             "group 'generation' needs 2 x (0.5 CPU + 1 GPU), only 0 fit: the cluster has 0 GPU",
         ),
-        (["cluster.address=127.0.0.1:1"], "cluster.address='127.0.0.1:1'"),
+        (["cluster.address=127.0.0.1:1"], "no Ray cluster at '127.0.0.1:1'"),
     ],
 )
 def test_a_users_mistake_is_one_clear_line_and_exit_code_2(
