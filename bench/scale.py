@@ -193,10 +193,11 @@ def measure(command: list[str], folder: Path) -> list[str]:
     finally:
         if training.process.poll() is None:
             training.process.kill()
-    means = [statistics.fmean(rates) for rates in found]
+    means, medians = ([of(rates) for rates in found] for of in (statistics.fmean, statistics.median))
     spread = ", ".join(f"{engines} engine(s) {means[n]:,.0f}" for n, engines in enumerate((1, 3, 1)))
     print(
-        f"{folder.name}: tokens/s with {spread}: 1 : {means[1] / means[0]:.2f} : {means[2] / means[0]:.2f}; three served "
+        f"{folder.name}: tokens/s with {spread}: 1 : {means[1] / means[0]:.2f} : {means[2] / means[0]:.2f} (medians of the "
+        f"seconds 1 : {medians[1] / medians[0]:.2f} : {medians[2] / medians[0]:.2f}); three served "
         f"{up_s:.1f} s after they were asked for, one {down_s:.1f} s",
         flush=True,
     )
