@@ -7,9 +7,9 @@ in the steady state and what it is to be compared with:
 
 * at lag 2, the larger of generation and training time per step (target: 1.05 times that at most). Training: the
   learner's sleep in `train` and `publish`. Generation: an engine has as many places as groups fit into it; a group holds
-  its place for its longest answer and its scoring; so it is the sum of that over a step's groups, over all places;
-* at lag 0, their sum, where generation is the weight update and then the time in which those places, each taking the
-  next group as soon as it is free, are through with the step's groups;
+  its place for its longest answer; so it is the sum of that over a step's groups, over all places;
+* at lag 0, their sum, where generation is the weight update, then the time in which those places, each taking the next
+  group as soon as it is free, are through with the step's groups, and the scoring of the last;
 * what `headway simulate` predicts for the same scenario (target: within 10 %).
 """
 
@@ -328,19 +328,19 @@ class Case:
                 for group_id in range(GROUPS_PER_STEP * self.steps)
             )
             per_place = GROUPS_PER_STEP / PLACES
-            ratio = (self.generation_s / per_place - SCORE_S) / held_s
+            ratio = self.generation_s / per_place / held_s
             scenario = replace(scenario, length_median=scenario.length_median * ratio)
         return scenario
 
     def bound_s(self, folder: Path) -> float:
         """Mean over the steady steps of what a step must take at least."""
         held_s = [
-            [max(group) * DECODE_S + SCORE_S for group in groups_of(record)]
+            [max(group) * DECODE_S for group in groups_of(record)]
             for record in steps_of(folder)[self.skipped :]
         ]
         if self.lag:
             return max(statistics.fmean(map(sum, held_s)) / PLACES, self.training_s)
-        return UPDATE_S + statistics.fmean(map(through_s, held_s)) + self.training_s
+        return UPDATE_S + statistics.fmean(map(through_s, held_s)) + SCORE_S + self.training_s
 
 
 def through_s(held_s: list[float]) -> float:

@@ -145,6 +145,11 @@ class Crew(Protocol):
         """Reference to what an engine has of a group that it handed back; from here on it outlives the engine."""
         ...
 
+    async def sampled(self, rows: Any) -> None:
+        """Returns once the engine has made the rows: its place is free from here on. Raises what sampling raised:
+        `RolloutFailed`, `HandedBack`."""
+        ...
+
     async def put(self, rows: Any) -> Receipt:
         """Waits for the rows, sends them through the scorers and moves them into the queue. Idempotent: the same rows
         again, without sampling them again, after `StoreFull` or once a scorer or the queue was replaced. Raises what

@@ -135,8 +135,15 @@ class Dispatcher:
         deaths: Counter[str] = Counter()
         while True:
             try:
-                receipt = await self._through(group, engine, kept, deaths)
-                break
+                try:
+                    rows = await self._sample(group, engine, kept)
+                except HandedBack:
+                    rows, kept = None, await self._take_back(group, engine)
+                finally:
+                    self._engines.give(engine)
+                if rows is not None:
+                    receipt = await self._store(group, rows, deaths)
+                    break
             except RolloutFailed as failure:
                 if failure.reason != "store_full":
                     reason = failure.reason if failure.reason == "straggler" else "generation_failed"
@@ -149,8 +156,6 @@ class Dispatcher:
                 self._spawn(self._refuse(group.group_id))
                 self._fail(group, "straggler", failure)
                 return
-            except HandedBack:
-                kept = await self._take_back(group, engine)
             except ActorDied as death:
                 kept = None
                 deaths[death.role] += 1
@@ -159,8 +164,6 @@ class Dispatcher:
                     reason = "generation_failed" if death.role == "generation" else "verifier_failed"
                     self._fail(group, reason, death)
                     return
-            finally:
-                self._engines.give(engine)
             engine = await self._another(group)
             self._engines.take(engine)
             if kept is None:
@@ -168,23 +171,34 @@ class Dispatcher:
                 self._groups.restart(group, engine.version, self._now())
         self._finish(group, receipt)
 
-    async def _through(self, group: Group, engine: Engine, kept: Any, deaths: Counter[str]) -> Receipt:
-        """From the engine through the scorers into the queue. Rows that were made are scored and stored as often as it
-        takes; only the death of their engine is raised, or one too many of another role."""
+    async def _sample(self, group: Group, engine: Engine, kept: Any) -> Any:
+        """Reference to the rows, once they are made. From here on the engine has nothing to do with them: while they are
+        scored, another group has their place."""
         config = self._config
         prompt = self._prompts.at(group.group_id)
-        spent = self._now() - group.dispatched
-        left = max(config.lag.straggler_deadline_s - spent, 0.0)
+        left = self._left_s(group)
         request = group_request(config, group.group_id, prompt, deadline_s=left)
         rows = self._crew.sample(engine.replica, request, kept)
-        pause_s = 0.0
+        await self._waits.within(
+            self._crew.sampled(rows),
+            who=f"group {group.group_id}",
+            what=f"engine {engine.replica}",
+            stage="group",
+            deadline_s=left + GRACE_S,
+        )
+        return rows
+
+    async def _store(self, group: Group, rows: Any, deaths: Counter[str]) -> Receipt:
+        """Through the scorers into the queue, as often as it takes. Only the loss of the rows is raised, or one death
+        too many of a role."""
+        left, pause_s = self._left_s(group), 0.0
         while True:
             queue = self._crew.incarnation("queue", 0)
             try:
                 receipt = await self._waits.within(
                     self._crew.put(rows),
                     who=f"group {group.group_id}",
-                    what=f"engine {engine.replica}, its scorers and the queue",
+                    what="its scorers and the queue",
                     stage="group",
                     deadline_s=left + GRACE_S,
                 )
@@ -198,6 +212,10 @@ class Dispatcher:
                 if death.role != "queue":  # which has to do with all groups, so that its death accuses none
                     deaths[death.role] += 1
                 await self._supervisor.repaired(death, who=f"group {group.group_id}")
+
+    def _left_s(self, group: Group) -> float:
+        """Of the straggler deadline."""
+        return max(self._config.lag.straggler_deadline_s - (self._now() - group.dispatched), 0.0)
 
     async def _pause(self, group: Group, failure: Exception, last_s: float) -> float:
         """Waits for room in the object store, each time longer. Meanwhile the group holds its place under the bound, so

@@ -448,11 +448,14 @@ class RayCrew:
         await self._result(reference, engine)
         return reference
 
-    async def put(self, rows: _Rows) -> Receipt:
+    async def sampled(self, rows: _Rows) -> None:
         try:
             await self._result(rows.sign, rows.engine)
         except StoreFull as full:  # these rows have no place anywhere
             raise RolloutFailed("store_full", str(full)) from full
+
+    async def put(self, rows: _Rows) -> Receipt:
+        await self.sampled(rows)
         queue = self._present("queue")
         rows.scored = rows.scored or self._score(rows)
         try:

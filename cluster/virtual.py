@@ -398,6 +398,9 @@ class VirtualCrew:
         roles = [role for role in SCORERS if role in self._actors]
         return [self._actors[role][group_id % len(self._actors[role])] for role in roles]
 
+    async def sampled(self, rows: Pending) -> None:
+        await rows.get()
+
     async def put(self, rows: Pending) -> Receipt:
         made = await rows.get()
         scorers = self._scorers(made.group_id)

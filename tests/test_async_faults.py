@@ -120,6 +120,7 @@ class Buggy(VirtualCrew):
     ("method", "number"),
     [
         ("sample", 4),
+        ("sampled", 4),
         ("put", 4),
         ("train", 3),
         ("publish", 3),
@@ -191,6 +192,7 @@ DEADLINES: dict[str, Any] = {
         ("update_engine", 1, 30, True, None),
         ("update_engine", 5, 30, True, None),
         ("report", 3, 20, True, None),
+        ("sampled", 5, 100, True, None),
         ("put", 5, 100, True, None),
         ("save", 1, 600, True, None),
         ("save_queue", 1, 600, False, None),
@@ -227,7 +229,7 @@ def test_no_call_is_waited_for_longer_than_its_deadline(
         assert ended >= crew.since + min(waits_s, 100)
         assert ended <= crew.since + waits_s + 300  # 20 steps of 10 s, and a new start from the checkpoint
         assert failure is None and crew.version == 20
-        dropped = 1 if call == "put" else 0
+        dropped = 1 if call in ("sampled", "put") else 0
         assert len(crew.trained) == 80 and max(crew.trained) == 79 + dropped
     else:
         assert isinstance(failure, Starved) and f" {waits_s} s" in str(failure)
@@ -392,19 +394,48 @@ def test_data_of_older_versions_is_used_when_none_is_of_the_newest(tmp_path: Pat
     assert set(crew.lags) == {0, 1, 2} and crew.lags.total() == 40 * GROUPS_PER_STEP
 
 
+def test_slow_scorers_leave_no_engine_idle(tmp_path: Path) -> None:
+    """One group at a time for 10 s each, scored for 60 s: a step of four takes 40 s as long as the bound lets ten run."""
+    settings = config(
+        tmp_path,
+        run__steps=40,
+        lag__max_version_lag=4,
+        generation__replicas=1,
+        generation__max_concurrent_requests=2,
+    )
+    scenario = Scenario(
+        length_sigma=0,
+        length_median=100,
+        prefill_s=0,
+        decode_s=0.1,
+        decode_request_s=0,
+        engine_start_s=0,
+        start_s=0,
+        update_s=0,
+        pause_s=0,
+        publish_s=0,
+        step_s=1,
+        token_s=0,
+        score_s=60,
+    )
+    ended, failure = timed(virtual_run(settings, VirtualCrew(settings, scenario)))
+    assert failure is None
+    assert ended == pytest.approx(40 * 4 * 10 + 60 + 1, abs=2)
+
+
 class Sampled(VirtualCrew):
     """Writes down what engines were asked for, and what they served then."""
 
     def __init__(self, settings: Config, scenario: Scenario) -> None:
         super().__init__(settings, scenario)
-        self.sampled: list[tuple[int, int, int | None, int]] = []
+        self.asked: list[tuple[int, int, int | None, int]] = []
         """(group, incarnation of its engine, version that it serves, the learner's)"""
         self.updates: list[int] = []
         self.tokens_before_load: float | None = None
 
     def sample(self, replica: int, request: GroupRequest, kept: Any = None) -> Any:
         engine = self.engines[replica]
-        self.sampled.append((request.group_id, engine.incarnation, engine.version, self.version))
+        self.asked.append((request.group_id, engine.incarnation, engine.version, self.version))
         return super().sample(replica, request, kept)
 
     async def update_engine(self, replica: int, release: Release) -> None:
@@ -412,7 +443,7 @@ class Sampled(VirtualCrew):
         await super().update_engine(replica, release)
 
     async def load(self, folder: Path) -> int:
-        assert not self.sampled and not self.updates
+        assert not self.asked and not self.updates
         version = await super().load(folder)
         self.tokens_before_load = sum(engine.tokens for engine in self.engines.values())
         return version
@@ -423,7 +454,7 @@ def test_an_engine_that_was_replaced_serves_nothing_before_it_has_the_newest_wei
     death = Failure(time_s=35, event="generation", replica=0)
     crew = Sampled(settings, Scenario(length_median=40, engine_start_s=10, failures=(death,)))
     assert timed(virtual_run(settings, crew))[1] is None
-    of_the_new = [entry for entry in crew.sampled if entry[1] == 2]
+    of_the_new = [entry for entry in crew.asked if entry[1] == 2]
     _, _, first, newest = of_the_new[0]
     assert first is not None and newest >= 7 and newest - 1 <= first <= newest
     assert all(version is not None and version >= first for _, _, version, _ in of_the_new)
@@ -462,14 +493,14 @@ def test_a_resumed_run_samples_nothing_again_and_nothing_before_its_version(lag:
     assert timed(run)[1] is None
     assert after.tokens_before_load == 0
     assert after.updates[0] == 5
-    groups = [group_id for group_id, *_ in after.sampled]
+    groups = [group_id for group_id, *_ in after.asked]
     assert len(groups) == len(set(groups))  # no replay
     assert not set(groups) & set(before.trained)
     kept = set(range(12 * GROUPS_PER_STEP)) - set(groups) - set(before.trained)  # they lay in the queue
     assert len(kept) <= lag * GROUPS_PER_STEP
-    at_first = [group_id for group_id, _, version, learner in after.sampled if learner == 5]
+    at_first = [group_id for group_id, _, version, learner in after.asked if learner == 5]
     assert len(kept) + len(at_first) <= (lag + 1) * GROUPS_PER_STEP
-    assert all(version is not None and version >= 5 for _, _, version, _ in after.sampled)
+    assert all(version is not None and version >= 5 for _, _, version, _ in after.asked)
     assert sorted(after.trained) == list(range(12 * GROUPS_PER_STEP))
     assert trained_groups(settings.run_folder / "ledger.jsonl") == after.trained
 

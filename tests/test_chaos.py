@@ -263,6 +263,7 @@ CALLS = (
     "start_engine",
     "update_engine",
     "sample",
+    "sampled",
     "put",
     "train",
     "publish",
