@@ -14,8 +14,8 @@ from headway.core.errors import DataError, HeadwayError
 from headway.core.metrics import Recorder, Update
 from headway.core.prompts import Prompt
 from headway.core.rollouts import replace_column
-from headway.verifiers.exact import gold_text
-from headway.verifiers.pool import Item, VerifierPool
+from headway.verifiers.pool import VerifierPool
+from headway.verifiers.registry import Item, lookup
 from headway.verifiers.verdict import Verdict
 
 _UNSCORED_OR_LIMIT = ("timeout", "memory", "exception")
@@ -34,7 +34,7 @@ class VerifierWorker:
         self._recorder = Recorder()
         self._recording = threading.Lock()
         right, wrong = self._pool.score(
-            [("numeric", "5", "2 + 3 = 5", {}), ("numeric", "5", "2 + 3 = 6", {})]
+            [Item("numeric", "5", "2 + 3 = 5"), Item("numeric", "5", "2 + 3 = 6")]
         )
         if (right.score, wrong.score) != (1.0, 0.0):
             self._pool.close()
@@ -48,7 +48,7 @@ class VerifierWorker:
         into `values` (`extra_rollouts.fold`): they are not in the returned table."""
         texts = table.column("text").to_pylist()
         results = self._pool.score_timed(
-            [(prompt.verifier, prompt.gold, text, prompt.context) for text in texts]
+            [Item(prompt.verifier, prompt.gold, text, prompt.context, prompt.text) for text in texts]
         )
         verdicts = [verdict for verdict, _ in results]
         self._record(verdicts, [seconds for _, seconds in results])
@@ -66,26 +66,29 @@ class VerifierWorker:
     def check_golds(self, prompts: Sequence[Prompt], limit: int) -> list[str]:
         """Scores the gold answers of the first `limit` prompts as if they were responses, and a meaningless answer
         beside each. One line for each gold that does not get 1 and each prompt that pays for the meaningless one:
-        prompt id, gold, reason. A generated task without a single gold (gold None) is not checked. Raises
-        `DataError` for an unknown verifier."""
-        checked: list[Prompt] = []
+        prompt id, gold, reason. Prompts whose gold is no answer are not checked. Raises `DataError` for an unknown
+        verifier."""
+        checked: list[tuple[Prompt, int]] = []
         items: list[Item] = []
         failures: list[str] = []
         for prompt in prompts[:limit]:
-            if prompt.verifier == "reasoning_gym" and prompt.gold is None:
-                continue
+            family = lookup(prompt.verifier)
             try:
-                response = _as_response(prompt)
+                responses = family.present(prompt.gold, prompt.context)
             except DataError as error:
                 failures.append(_line(prompt, str(error)))
                 continue
-            checked.append(prompt)
-            items.append((prompt.verifier, prompt.gold, response, prompt.context))
-            items.append((prompt.verifier, prompt.gold, MEANINGLESS, prompt.context))
-        verdicts = self._pool.score(items)
-        for prompt, gold, meaningless in zip(checked, verdicts[::2], verdicts[1::2], strict=True):
-            if gold.score != 1.0:
-                failures.append(_line(prompt, f"{gold.reason}, extracted {gold.extracted!r}"))
+            if responses:
+                checked.append((prompt, len(responses)))
+                items += [
+                    Item(prompt.verifier, prompt.gold, response, prompt.context, prompt.text)
+                    for response in (*responses, MEANINGLESS)
+                ]
+        verdicts = iter(self._pool.score(items))
+        for prompt, number in checked:
+            *golds, meaningless = [next(verdicts) for _ in range(number + 1)]
+            if all(gold.score != 1.0 for gold in golds):
+                failures.append(_line(prompt, f"{golds[0].reason}, extracted {golds[0].extracted!r}"))
             elif meaningless.score == 1.0:
                 failures.append(_line(prompt, f"the meaningless answer {MEANINGLESS!r} is paid too"))
         return failures
@@ -109,14 +112,3 @@ class VerifierWorker:
 
 def _line(prompt: Prompt, reason: str) -> str:
     return f"prompt {prompt.prompt_id}: gold {prompt.gold!r}: {reason}"
-
-
-def _as_response(prompt: Prompt) -> str:
-    """How a policy would give the gold answer. Raises `DataError`."""
-    match prompt.verifier:
-        case "reasoning_gym":
-            return f"<answer>{prompt.gold}</answer>"
-        case "numeric":
-            return gold_text(prompt.gold)
-        case _:
-            return f"\\boxed{{{gold_text(prompt.gold)}}}"

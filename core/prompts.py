@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +34,13 @@ class Prompt:
     """Kind of task, for the audit."""
     context: dict[str, Any] = field(default_factory=dict)
     """Whatever else the verifier needs, e.g. where in which reasoning-gym dataset the task is."""
+
+    @property
+    def text(self) -> str:
+        """The task as text: of chat messages the last one of the user."""
+        if isinstance(self.content, str):
+            return self.content
+        return next((m["content"] for m in reversed(self.content) if m["role"] == "user"), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,14 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
         parts = [prompt.prompt_id, prompt.content, prompt.gold, prompt.verifier, prompt.task, prompt.context]
         found.update(json.dumps(parts, default=repr, sort_keys=True).encode() + b"\n")
     return found.hexdigest()
+
+
+def harmless(text: str, special_tokens: Iterable[str]) -> str:
+    """Spells out what a policy wrote so that no special token is read in it: it could end its turn in the prompt of
+    another agent and speak for the user."""
+    for token in special_tokens:
+        text = text.replace(token, f"{token[:1]} {token[1:]}")
+    return text
 
 
 def load_prompts(

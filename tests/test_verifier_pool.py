@@ -20,8 +20,8 @@ from headway.actors.verifier import VerifierWorker
 from headway.core.errors import Closed, DataError, HeadwayError
 from headway.core.prompts import Prompt, load_prompts
 from headway.core.rollouts import SCHEMA, build, validate
-from headway.verifiers.pool import Item, VerifierPool
-from headway.verifiers.registry import VERIFIERS, verify
+from headway.verifiers.pool import VerifierPool
+from headway.verifiers.registry import VERIFIERS, Family, Item, verify
 
 HOSTILE = '''
 """Verifiers that misbehave, by the response. Every worker process imports this at start."""
@@ -29,7 +29,7 @@ import ctypes, os, resource, subprocess, sys, time
 from headway.verifiers import registry
 from headway.verifiers.verdict import Verdict
 
-def hostile(gold, response, context):
+def hostile(prompt, gold, response, context):
     match response.split(" ", 1):
         case ["sleep", seconds]:
             time.sleep(float(seconds))
@@ -63,7 +63,7 @@ def hostile(gold, response, context):
             return Verdict(score=1.0, reason="correct", extracted=" ".join(heavy))
     return Verdict(score=1.0, reason="correct", extracted=response[:50])
 
-registry.VERIFIERS["hostile"] = hostile
+registry.VERIFIERS["hostile"] = registry.Family(hostile)
 '''
 
 
@@ -72,9 +72,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The verifier "hostile" in the worker processes of pools that the test starts."""
     (tmp_path / "sitecustomize.py").write_text(HOSTILE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setitem(
-        VERIFIERS, "hostile", lambda gold, response, context: pytest.fail("scored in this process")
-    )
+    monkeypatch.setitem(VERIFIERS, "hostile", Family(lambda *_: pytest.fail("scored in this process")))
 
 
 @pytest.fixture(autouse=True)
@@ -132,13 +130,13 @@ def eventually(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
 
 def sums(count: int) -> list[Item]:
     """Every third one wrong."""
-    return [("numeric", str(2 * n), f"{n} + {n} = {2 * n + (n % 3 == 0)}", {}) for n in range(count)]
+    return [Item("numeric", str(2 * n), f"{n} + {n} = {2 * n + (n % 3 == 0)}") for n in range(count)]
 
 
 def test_one_verdict_per_item_in_order() -> None:
     items = sums(500)
     for n in range(0, 500, 7):
-        items[n] = ("math", r"\frac{1}{2}", r"\boxed{0.5}" if n % 2 else "\\boxed{", {})
+        items[n] = Item("math", r"\frac{1}{2}", r"\boxed{0.5}" if n % 2 else "\\boxed{")
     with VerifierPool(2, 10.0, 512) as pool:
         assert pool.score(items) == [verify(*item) for item in items]
         assert pool.score([]) == []
@@ -165,7 +163,7 @@ def test_scores_are_the_same_from_a_task() -> None:
 @pytest.mark.parametrize("response", ["sleep 60", "spin"])
 def test_a_hanging_item_is_0_and_the_others_unaffected(response: str) -> None:
     items = sums(40)
-    items[11] = ("hostile", None, response, {})
+    items[11] = Item("hostile", None, response)
     with VerifierPool(2, 1.0, 512) as pool:
         pool.score(items[:2])
         started = time.perf_counter()
@@ -180,12 +178,12 @@ def test_a_hanging_item_is_0_and_the_others_unaffected(response: str) -> None:
 @pytest.mark.usefixtures("hostile")
 def test_memory_is_bounded_and_reaching_the_bound_is_0() -> None:
     items = sums(10)
-    items[4] = ("hostile", None, "eat", {})  # 4 GiB
+    items[4] = Item("hostile", None, "eat")  # 4 GiB
     with VerifierPool(1, 20.0, 256) as pool:
         verdicts = pool.score(items)
         assert (verdicts[4].score, verdicts[4].reason) == (0.0, "memory")
         assert [verdict.score for verdict in verdicts[5:]] == [1.0, 0.0, 1.0, 1.0, 0.0]
-        limits = pool.score([("hostile", None, "limits", {})])[0]
+        limits = pool.score([Item("hostile", None, "limits")])[0]
         assert (limits.score, limits.parts) == (0.5, (("half", 0.5),))
         address_space, cpu_seconds = map(int, (limits.extracted or "").split())
         assert 256 * 2**20 < address_space < 1280 * 2**20
@@ -213,7 +211,7 @@ def test_huge_computations_of_a_generated_task_end_in_time() -> None:
 @pytest.mark.parametrize("response", ["segfault", "exit"])
 def test_an_item_that_ends_its_process_twice_is_unscored(response: str) -> None:
     items = sums(6)
-    items[3] = ("hostile", None, response, {})
+    items[3] = Item("hostile", None, response)
     with VerifierPool(1, 5.0, 512) as pool:
         verdicts = pool.score(items)
         assert (verdicts[3].score, verdicts[3].reason) == (None, "crash")
@@ -223,7 +221,7 @@ def test_an_item_that_ends_its_process_twice_is_unscored(response: str) -> None:
 @pytest.mark.usefixtures("hostile")
 def test_an_item_that_ends_its_process_once_is_scored(tmp_path: Path) -> None:
     with VerifierPool(1, 5.0, 512) as pool:
-        (verdict,) = pool.score([("hostile", None, f"die-once {tmp_path / 'died'}", {})])
+        (verdict,) = pool.score([Item("hostile", None, f"die-once {tmp_path / 'died'}")])
         assert verdict.score == 1.0
     assert (tmp_path / "died").exists()
 
@@ -231,7 +229,7 @@ def test_an_item_that_ends_its_process_once_is_scored(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("hostile")
 def test_prints_do_not_reach_the_protocol(capfd: pytest.CaptureFixture[str]) -> None:
     with VerifierPool(1, 5.0, 512) as pool:
-        verdicts = pool.score([("hostile", None, "print", {})] * 3 + sums(3))
+        verdicts = pool.score([Item("hostile", None, "print")] * 3 + sums(3))
     assert [verdict.score for verdict in verdicts] == [1.0, 1.0, 1.0, 0.0, 1.0, 1.0]
     assert capfd.readouterr() == ("", "")
 
@@ -239,7 +237,7 @@ def test_prints_do_not_reach_the_protocol(capfd: pytest.CaptureFixture[str]) -> 
 @pytest.mark.usefixtures("hostile")
 def test_children_of_a_verifier_end_with_it(tmp_path: Path) -> None:
     with VerifierPool(1, 0.5, 512) as pool:
-        (verdict,) = pool.score([("hostile", None, f"child {tmp_path / 'pid'}", {})])
+        (verdict,) = pool.score([Item("hostile", None, f"child {tmp_path / 'pid'}")])
         assert verdict.reason == "timeout"
         child = int((tmp_path / "pid").read_text())
         eventually(lambda: not is_alive(child))
@@ -249,9 +247,9 @@ def test_children_of_a_verifier_end_with_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", ["worker", "nursery"])
 def test_killed_processes_are_replaced(victim: str) -> None:
     with VerifierPool(1, 10.0, 512) as pool, ThreadPoolExecutor(1) as threads:
-        pool.score([("hostile", None, "", {})])
+        pool.score([Item("hostile", None, "")])
         nursery, workers = nursery_and_workers(1)
-        scored = threads.submit(pool.score, [("hostile", None, "sleep 0.4", {}), *sums(3)])
+        scored = threads.submit(pool.score, [Item("hostile", None, "sleep 0.4"), *sums(3)])
         time.sleep(0.1)
         os.kill(nursery if victim == "nursery" else workers.pop(), signal.SIGKILL)
         assert [verdict.score for verdict in scored.result(10)] == [1.0, 0.0, 1.0, 1.0]
@@ -266,7 +264,7 @@ def test_close_releases_waiting_callers_and_ends_all_processes() -> None:
 
     def score() -> None:
         try:
-            pool.score([("hostile", None, "sleep 50", {})] * 3)
+            pool.score([Item("hostile", None, "sleep 50")] * 3)
         except Closed as error:
             raised.append(type(error))
 
@@ -311,9 +309,9 @@ def test_workers_are_light_and_forked_from_one_thread() -> None:
         context = {"task": "chain_sum", "size": 1, "seed": 0, "params": {}, "index": 0}
         scored = pool.score(
             [
-                ("math", "5", r"\boxed{5}", {}),
+                Item("math", "5", r"\boxed{5}"),
                 ("reasoning_gym", "?", "5", context),
-                ("hostile", None, "modules", {}),
+                Item("hostile", None, "modules"),
             ]
         )
         assert (scored[0].score, scored[1].reason) == (1.0, "bad_gold")
@@ -332,17 +330,17 @@ def test_the_working_directory_shadows_nothing(tmp_path: Path, monkeypatch: pyte
 
 def test_a_bad_gold_is_unscored_and_an_unknown_verifier_an_error() -> None:
     with VerifierPool(1, 5.0, 512) as pool:
-        bad, good = pool.score([("numeric", "five", "5", {}), ("numeric", "5", "5", {})])
+        bad, good = pool.score([Item("numeric", "five", "5"), Item("numeric", "5", "5")])
         assert (bad.score, bad.reason, good.score) == (None, "bad_gold", 1.0)
         with pytest.raises(DataError, match="no verifier 'maths'"):
-            pool.score([("maths", "5", "5", {})])
+            pool.score([Item("maths", "5", "5")])
 
 
 def test_a_large_response_passes() -> None:
     with VerifierPool(1, 20.0, 512) as pool:
-        (verdict,) = pool.score([("numeric", "5", "x" * 20_000_000 + " 5", {})])
+        (verdict,) = pool.score([Item("numeric", "5", "x" * 20_000_000 + " 5")])
         assert verdict.score == 1.0
-        (verdict,) = pool.score([("exact", "5", "\u2200" * 1_000_000, {})])
+        (verdict,) = pool.score([Item("exact", "5", "\u2200" * 1_000_000)])
         assert (verdict.score, len(verdict.extracted or "")) == (0.0, 100_000)
 
 
@@ -373,7 +371,7 @@ def test_worker_refuses_to_start_when_verdicts_are_wrong(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "from headway.verifiers import registry, verdict\n"
-        "registry.VERIFIERS['numeric'] = lambda *_: verdict.wrong(None)\n"
+        "registry.VERIFIERS['numeric'] = registry.Family(lambda *_: verdict.wrong(None))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(HeadwayError, match="a right answer got"):

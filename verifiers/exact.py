@@ -29,7 +29,7 @@ def gold_text(gold: Any) -> str:
     return answer
 
 
-def exact(gold: Any, response: str, context: Mapping[str, Any]) -> Verdict:
+def exact(prompt: str, gold: Any, response: str, context: Mapping[str, Any]) -> Verdict:
     """1 when the extracted answer is the gold, after Unicode NFKC and with white space collapsed.
 
     The answer: the last box after the reasoning, else what follows "####" or "answer is", else the last line.

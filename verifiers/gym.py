@@ -29,7 +29,7 @@ _FUNCTIONS = frozenset({
 })  # fmt: skip
 
 
-def reasoning_gym(gold: Any, response: str, context: Mapping[str, Any]) -> Verdict:
+def reasoning_gym(prompt: str, gold: Any, response: str, context: Mapping[str, Any]) -> Verdict:
     """1 only for full marks of the task's scorer. The context says which entry of which dataset was asked:
     task, size, seed, params, index. Raises `DataError` when it does not, or when the entry cannot be rebuilt."""
     try:

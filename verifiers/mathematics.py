@@ -53,7 +53,7 @@ _REGION_SIGNS = ("<", ">", "!=", "\\cup", "\\in", "\\mathbb")
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 
 
-def math(gold: Any, response: str, context: Mapping[str, Any]) -> Verdict:
+def math(prompt: str, gold: Any, response: str, context: Mapping[str, Any]) -> Verdict:
     """1 when the response's final answer means the same as the gold.
 
     Units may be missing on one side, never differ. 35% is 0.35, and 35 beside a bare number. An interval and an

@@ -13,7 +13,7 @@ from headway.verifiers.numbers import last_number, parse_number
 from headway.verifiers.verdict import Verdict, correct, wrong
 
 
-def numeric(gold: Any, response: str, context: Mapping[str, Any]) -> Verdict:
+def numeric(prompt: str, gold: Any, response: str, context: Mapping[str, Any]) -> Verdict:
     """1 when the last number after the reasoning equals the gold exactly, or within `relative_tolerance` of the
     context (a share of the gold's size). Raises `DataError` when the gold is no number."""
     expected = parse_number(last_number(text) or "") if (text := gold_text(gold)) else None

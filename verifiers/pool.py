@@ -13,17 +13,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from headway.core.errors import Closed, Starved
-from headway.verifiers.registry import lookup
+from headway.verifiers.registry import Item, lookup
 from headway.verifiers.verdict import Verdict
 from headway.verifiers.worker import EXIT_MEMORY, Frames, frame
-
-Item = tuple[str, Any, str, Mapping[str, Any]]
-"""(verifier name, gold, response, context)"""
 
 MAX_ATTEMPTS = 2
 """An item whose worker dies this often, other than by a limit, stays unscored."""

@@ -148,9 +148,8 @@ def _work(connection: socket.socket, timeout_s: float) -> None:
             seconds = math.ceil(time.process_time() + timeout_s) + 1
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
             started = time.perf_counter()
-            name, gold, response, context = pickle.loads(item)
             try:
-                verdict = verify(name, gold, response, context)
+                verdict = verify(*pickle.loads(item))
                 extracted = verdict.extracted and verdict.extracted[:MAX_EXTRACTED]
                 result = [verdict.score, verdict.reason, extracted, verdict.parts]
             except DataError as error:
