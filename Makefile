@@ -53,9 +53,10 @@ typing:
 	mkdir -p build/typing/headway
 	for name in core verifiers learner actors cluster; do ln -sfn ../../../$$name build/typing/headway/$$name; done
 
-# promtool, for the tests of the metrics endpoint.
+# promtool, for the tests of the metrics endpoint; bubblewrap, for the sandbox.
 tools:
-	command -v promtool >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus)
+	command -v promtool >/dev/null && command -v bwrap >/dev/null || \
+		(apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus bubblewrap)
 
 clean:
 	rm -rf $(VENV) build runs .pytest_cache .ruff_cache *.egg-info

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -19,20 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from headway.actors.generation_rows import (
-    GroupRequest,
-    GroupSampler,
-    Sample,
-    SampleRequest,
-    kept_samples,
-    kept_table,
-)
+from headway.actors.chat import encode, eos_token_ids, follower
+from headway.actors.generation_rows import GroupRequest, GroupSampler
 from headway.actors.generation_traces import Traces, remove_traces
+from headway.actors.samples import Sample, SampleRequest, kept_samples, kept_table
 from headway.core import rollouts
 from headway.core.config import Config
 from headway.core.errors import (
     ConfigError,
-    DataError,
     EngineDead,
     HandedBack,
     RolloutFailed,
@@ -213,13 +206,15 @@ class GenerationActor:
         ones among them must be folded (`extra_rollouts.fold`) before the table is trained on.
         """
         started = time.time()
+        tokenizer = self._tokenizer
         sampler = GroupSampler(
             request=request,
             run_seed=self._config.run.seed,
             sample=self.sample,
             encode=self._encode,
             decode=self._decode,
-            special_tokens=self._tokenizer.all_special_tokens,
+            follow=follower(tokenizer, chat_template=self._config.model.chat_template),
+            special_tokens=tokenizer.all_special_tokens,
             kept=kept_samples(kept) if kept is not None else {},
         )
         try:
@@ -370,37 +365,6 @@ class GenerationActor:
             self._engine.shutdown()
             del self._engine  # its finaliser needs modules that are gone at interpreter exit
         self._traces.remove()
-
-
-def encode(tokenizer: Any, prompt: Prompt, *, chat_template: bool) -> list[int]:
-    """Token ids of a prompt, with exactly one BOS where the model has one. Raises `DataError`."""
-    if chat_template:
-        messages = (
-            [{"role": "user", "content": prompt.content}]
-            if isinstance(prompt.content, str)
-            else [dict(message) for message in prompt.content]
-        )
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        # The template writes the special tokens that the model wants.
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-    if not isinstance(prompt.content, str):
-        raise DataError(f"prompt {prompt.prompt_id} holds chat messages, but model.chat_template is false")
-    ids: list[int] = tokenizer(prompt.content, add_special_tokens=False)["input_ids"]
-    bos: int | None = tokenizer.bos_token_id
-    if bos is None or ids[:1] == [bos] or tokenizer("", add_special_tokens=True)["input_ids"][:1] != [bos]:
-        return ids
-    return [bos, *ids]
-
-
-def eos_token_ids(folder: Path, tokenizer: Any) -> list[int]:
-    """Every id that ends a response: the generation config's, else the tokenizer's."""
-    path = folder / "generation_config.json"
-    declared = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-    candidates = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
-    ids = {token for token in candidates if token is not None}
-    if not ids:
-        raise DataError(f"model {folder} declares no end-of-sequence token; responses could never end")
-    return sorted(ids)
 
 
 def _places(config: Config) -> str:

@@ -1,83 +1,23 @@
 """The rollout rows of one prompt group, made of single requests to an engine: responses, the extra rows of
-`extra_rollouts`, and the answers of agents that read each other."""
+`extra_rollouts`, and episodes."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import pyarrow as pa
-
+from headway.actors.episodes import Episode
 from headway.actors.extra_rollouts import branch_mark, greedy_mark, step_ends
-from headway.core.errors import ConfigError, DataError, HandedBack
-from headway.core.prompts import Message, Prompt
-from headway.core.rollouts import SCHEMA
+from headway.actors.samples import Sample, SampleRequest, digest
+from headway.core.config import Environment
+from headway.core.errors import ConfigError, HandedBack
+from headway.core.prompts import Prompt
 
 Row = dict[str, Any]
 T = TypeVar("T")
-
-KEPT_SCHEMA = pa.schema(
-    [
-        ("label", pa.string()),  # which sample of its group
-        ("ids", SCHEMA.field("response_ids").type),
-        ("logprobs", SCHEMA.field("behavior_logprobs").type),
-        ("version_spans", SCHEMA.field("version_spans").type),
-        ("finish_reason", SCHEMA.field("finish_reason").type),  # abort: unfinished
-        ("truncated", SCHEMA.field("truncated").type),
-    ]
-)
-"""What an engine has of a group that it handed back, one row per sample that has tokens."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleRequest:
-    """One continuation of a token prefix."""
-
-    name: str
-    """Whose it is, in errors."""
-    prefix_ids: Sequence[int]
-    seed: int
-    temperature: float
-    """0: greedy; the reported log-probabilities are then those at temperature 1."""
-    top_p: float
-    max_new_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """One continuation of a token prefix, whole or up to where an engine handed it back."""
-
-    ids: list[int]
-    """The sampled tokens, the final end-of-sequence token included; never empty."""
-    logprobs: list[float]
-    """Nats per token, under the distribution that was sampled from; NaN where the engine gave none."""
-    version_spans: list[dict[str, int]]
-    """`start`, `end` (half-open, tokens) and `version` of the weights that sampled them."""
-    finish_reason: str
-    """`stop` | `length`; `abort`: unfinished."""
-    truncated: bool
-    """The token budget ended it, not an end-of-sequence token."""
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason != "abort"
-
-    def then(self, rest: Sample) -> Sample:
-        """This unfinished sample and its continuation as one."""
-        shift = len(self.ids)
-        spans = [dict(span) for span in self.version_spans]
-        for span in rest.version_spans:
-            if spans and spans[-1]["version"] == span["version"]:
-                spans[-1]["end"] = span["end"] + shift
-            else:
-                spans.append({**span, "start": span["start"] + shift, "end": span["end"] + shift})
-        return replace(
-            rest, ids=[*self.ids, *rest.ids], logprobs=[*self.logprobs, *rest.logprobs], version_spans=spans
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +27,7 @@ class GroupRequest:
     group_id: int
     prompt: Prompt
     group_size: int
-    """Responses; with `agents` episodes."""
+    """Responses, or episodes."""
     temperature: float
     top_p: float
     max_new_tokens: int
@@ -101,12 +41,12 @@ class GroupRequest:
     """A step of a response ends with this text; null: responses are not split into steps."""
     max_steps: int = 8
     """Steps per response at most; the last one takes the rest."""
-    agents: Mapping[str, str] = field(default_factory=dict)
-    """Prompt templates by agent, in order (`agent_prompt`); empty: one agent, which answers the prompt itself."""
+    environment: Environment = field(default_factory=Environment)
+    """What a response is an episode of, if it has a name."""
 
     def __post_init__(self) -> None:
-        if self.greedy + (self.branches > 0) + bool(self.agents) > 1:
-            raise ConfigError("a group has a greedy answer, branches or agents, not several of them")
+        if self.greedy + (self.branches > 0) + (self.environment.name is not None) > 1:
+            raise ConfigError("a group has a greedy answer, branches or episodes, not several of them")
         if self.branches and self.step_separator is None:
             raise ConfigError("branches need a step separator: they start where a step ends")
 
@@ -128,6 +68,8 @@ class GroupSampler:
     encode: Callable[[Prompt], list[int]]
     decode: Callable[[Sequence[int]], str]
     special_tokens: Sequence[str]
+    follow: Callable[[str, str], list[int]]
+    """(text, chat role) -> the tokens between an agent's turn and its next one."""
     kept: dict[str, Sample] = field(default_factory=dict)
     """Samples by label, from an earlier engine; `rows` puts there what it samples."""
 
@@ -136,9 +78,9 @@ class GroupSampler:
         order, then the extra rows. Raises `HandedBack` when a sample came back unfinished; `kept` then holds all that
         the group has."""
         request = self.request
-        if request.agents:
-            episodes = await all_of(self._episode(number) for number in range(request.group_size))
-            return [row for episode in episodes for row in episode]
+        if request.environment.name is not None:
+            rows = await all_of(self._episode(number) for number in range(request.group_size))
+            return [row for episode in rows for row in episode]
         prompt_ids = self.encode(request.prompt)
         first: list[Coroutine[Any, Any, list[Row]]] = [self._responses(prompt_ids)]
         if request.greedy:
@@ -181,17 +123,36 @@ class GroupSampler:
             for label, sample in zip(labels, samples, strict=True)
         ]
 
-    async def _episode(self, episode: int) -> list[Row]:
-        """One answer of each agent, each of which may read those before it."""
-        answers: dict[str, str] = {}
-        rows = []
-        for agent, template in self.request.agents.items():
-            prompt_ids = self.encode(agent_prompt(self.request.prompt, template, answers))
-            label = f"{episode}/{agent}"
-            (sample,) = await self._sample(prompt_ids, [label], agent=agent)
-            rows.append(self._row(prompt_ids, sample, label, episode, agent=agent))
-            answers[agent] = harmless(rows[-1]["text"], self.special_tokens)
-        return rows
+    async def _episode(self, number: int) -> list[Row]:
+        """A row for each agent, in the order in which they first spoke; of forked episodes for each turn."""
+        request = self.request
+
+        async def speak(prefix_ids: list[int], agent: str, turn: int, spent: int) -> Sample:
+            label = f"{number}/{agent}/{turn}"
+            (sample,) = await self._sample(prefix_ids, [label], agent=agent, spent=spent)
+            return sample
+
+        episode = Episode(
+            settings=request.environment,
+            prompt=request.prompt,
+            budget=request.max_new_tokens,
+            speak=speak,
+            encode=self.encode,
+            decode=self.decode,
+            follow=self.follow,
+            special_tokens=self.special_tokens,
+        )
+        return [
+            {
+                "rollout_id": f"{request.group_id}/{number}/{label}",
+                "group_id": request.group_id,
+                "prompt_id": request.prompt.prompt_id,
+                "sample_index": number,
+                "text": self.decode(columns["response_ids"]),
+                **columns,
+            }
+            for label, columns in (await episode.play()).items()
+        ]
 
     async def _sample(
         self,
@@ -216,7 +177,9 @@ class GroupSampler:
 
     async def _finish(self, request: SampleRequest, label: str) -> Sample:
         """The sample of this label, from what is kept of it on."""
-        before = self.kept.get(label)
+        before, prefix = self.kept.get(label), digest(request.prefix_ids)
+        if before is not None and before.prefix != prefix:
+            before = None  # an environment has said something else this time
         if before is not None and before.finished:
             return before
         ids = before.ids if before is not None else []
@@ -228,7 +191,7 @@ class GroupSampler:
                 max_new_tokens=request.max_new_tokens - len(ids),
             )
         )
-        whole = rest if before is None else before.then(rest)
+        whole = replace(rest if before is None else before.then(rest), prefix=prefix)
         self.kept[label] = whole
         if not whole.finished:
             raise HandedBack(request.name)
@@ -241,7 +204,6 @@ class GroupSampler:
         label: str,
         sample_index: int,
         *,
-        agent: str = "policy",
         before: Sequence[int] = (),
         extra: str | None = None,
     ) -> Row:
@@ -254,7 +216,7 @@ class GroupSampler:
             "group_id": request.group_id,
             "prompt_id": request.prompt.prompt_id,
             "sample_index": sample_index,
-            "agent_id": agent,
+            "agent_id": "policy",
             "prompt_ids": prompt_ids,
             "response_ids": sample.ids,
             "loss_mask": [int(extra is None)] * len(sample.ids),
@@ -268,66 +230,6 @@ class GroupSampler:
             "step_ends": steps,
             "extra": extra,
         }
-
-
-def agent_prompt(prompt: Prompt, template: str, answers: Mapping[str, str]) -> Prompt:
-    """What an agent is asked: `template` with `{prompt}`, the task's text, and `{NAME}`, what agent NAME answered.
-
-    Of chat messages the last one of the user is the task's text, and is replaced. Raises `DataError` when there is
-    none.
-    """
-    if isinstance(prompt.content, str):
-        return replace(prompt, content=fill(template, {"prompt": prompt.content, **answers}))
-    messages: list[Message] = [dict(message) for message in prompt.content]
-    for message in reversed(messages):
-        if message["role"] == "user":
-            message["content"] = fill(template, {"prompt": message["content"], **answers})
-            return replace(prompt, content=tuple(messages))
-    raise DataError(
-        f"prompt {prompt.prompt_id} has no user message for the templates of data.agents to replace"
-    )
-
-
-def longest_prompt(
-    prompt: Prompt, agents: Mapping[str, str], encode: Callable[[Prompt], list[int]], *, max_new_tokens: int
-) -> int:
-    """Tokens of the longest prompt of this task: the prompt's own, or of agents what they come to when each answer
-    before takes its whole budget. Exact without agents; with them an answer's text may in rare cases encode to more
-    tokens than were sampled, and its episode's group then fails."""
-    if not agents:
-        return len(encode(prompt))
-    nothing = dict.fromkeys(agents, "")
-    return max(
-        len(encode(agent_prompt(prompt, template, nothing)))
-        + max_new_tokens * sum(template.count(f"{{{agent}}}") for agent in agents)
-        for template in agents.values()
-    )
-
-
-def fill(template: str, values: Mapping[str, str]) -> str:
-    """`template` with each `{name}` of `values` replaced. Other braces stay, and so do those inside the values."""
-    names = "|".join(re.escape(name) for name in values)
-    return re.sub(rf"\{{({names})\}}", lambda found: values[found[1]], template)
-
-
-def harmless(text: str, special_tokens: Iterable[str]) -> str:
-    """Spells out what a policy wrote so that no special token is read in it: it could end its turn in the prompt of
-    another agent and speak for the user."""
-    for token in special_tokens:
-        text = text.replace(token, f"{token[:1]} {token[1:]}")
-    return text
-
-
-def kept_table(samples: Mapping[str, Sample]) -> pa.Table:
-    """Samples by label, as a table that travels (`KEPT_SCHEMA`)."""
-    return pa.Table.from_pylist(
-        [{"label": label, **asdict(sample)} for label, sample in samples.items()], schema=KEPT_SCHEMA
-    )
-
-
-def kept_samples(table: pa.Table) -> dict[str, Sample]:
-    """The samples of `kept_table`; log-probabilities as float32 holds them."""
-    return {row.pop("label"): Sample(**row) for row in table.to_pylist()}
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

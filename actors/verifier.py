@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Sequence
@@ -10,19 +11,16 @@ from typing import Any
 import pyarrow as pa
 
 from headway.actors.extra_rollouts import fold
-from headway.core.errors import DataError, HeadwayError
-from headway.core.metrics import Recorder, Update
+from headway.core.errors import HeadwayError
+from headway.core.metrics import VERIFIER_ERRORS, Recorder, Update
 from headway.core.prompts import Prompt
 from headway.core.rollouts import replace_column
+from headway.verifiers.golds import check_golds
 from headway.verifiers.pool import VerifierPool
-from headway.verifiers.registry import Item, lookup
-from headway.verifiers.verdict import Verdict
+from headway.verifiers.verdict import Item, Verdict
 
 _UNSCORED_OR_LIMIT = ("timeout", "memory", "exception")
 """Reasons of a score of 0 that count as an error; every unscored response does."""
-
-MEANINGLESS = "\\boxed{?}"
-"""A response that no gold accepts."""
 
 
 class VerifierWorker:
@@ -44,18 +42,23 @@ class VerifierWorker:
 
     def score(self, table: pa.Table, prompt: Prompt) -> pa.Table:
         """The rollout table with `reward` (null when unscored), `reward_parts`, `verdict_reason` and
-        `timing.scored` filled in; what is scored is the column `text`. Extra rows are scored too, and then folded
+        `timing.scored` filled in. What is scored is the column `text`, of an episode what its agent said last (`answer` in
+        `extra`); rows that their environment has judged keep its verdict. Extra rows are scored too, and then folded
         into `values` (`extra_rollouts.fold`): they are not in the returned table."""
-        texts = table.column("text").to_pylist()
-        results = self._pool.score_timed(
-            [Item(prompt.verifier, prompt.gold, text, prompt.context, prompt.text) for text in texts]
+        rows = table.select(["text", "reward", "reward_parts", "verdict_reason", "extra"]).to_pylist()
+        results = iter(
+            self._pool.score_timed([_item(prompt, row) for row in rows if row["verdict_reason"] is None])
         )
-        verdicts = [verdict for verdict, _ in results]
-        self._record(verdicts, [seconds for _, seconds in results])
+        scored = [next(results) if row["verdict_reason"] is None else (_known(row), None) for row in rows]
+        verdicts = [verdict for verdict, _ in scored]
+        self._record(verdicts, [seconds for _, seconds in scored if seconds is not None])
         now = time.time()
         columns: dict[str, list[Any]] = {
             "reward": [verdict.score for verdict in verdicts],
-            "reward_parts": [[{"name": n, "value": v} for n, v in verdict.parts] for verdict in verdicts],
+            "reward_parts": [
+                [*(row["reward_parts"] or ()), *({"name": n, "value": v} for n, v in verdict.parts)]
+                for row, verdict in zip(rows, verdicts, strict=True)
+            ],
             "verdict_reason": [verdict.reason for verdict in verdicts],
             "timing": [{**(timing or {}), "scored": now} for timing in table.column("timing").to_pylist()],
         }
@@ -68,30 +71,12 @@ class VerifierWorker:
         beside each. One line for each gold that does not get 1 and each prompt that pays for the meaningless one:
         prompt id, gold, reason. Prompts whose gold is no answer are not checked. Raises `DataError` for an unknown
         verifier."""
-        checked: list[tuple[Prompt, int]] = []
-        items: list[Item] = []
-        failures: list[str] = []
-        for prompt in prompts[:limit]:
-            family = lookup(prompt.verifier)
-            try:
-                responses = family.present(prompt.gold, prompt.context)
-            except DataError as error:
-                failures.append(_line(prompt, str(error)))
-                continue
-            if responses:
-                checked.append((prompt, len(responses)))
-                items += [
-                    Item(prompt.verifier, prompt.gold, response, prompt.context, prompt.text)
-                    for response in (*responses, MEANINGLESS)
-                ]
-        verdicts = iter(self._pool.score(items))
-        for prompt, number in checked:
-            *golds, meaningless = [next(verdicts) for _ in range(number + 1)]
-            if all(gold.score != 1.0 for gold in golds):
-                failures.append(_line(prompt, f"{golds[0].reason}, extracted {golds[0].extracted!r}"))
-            elif meaningless.score == 1.0:
-                failures.append(_line(prompt, f"the meaningless answer {MEANINGLESS!r} is paid too"))
-        return failures
+        return [
+            f"prompt {check.prompt.prompt_id}: gold {check.prompt.gold!r}: {check.reason}"
+            + (f", {check.detail}" if check.detail else "")
+            for check in check_golds(self._pool, prompts[:limit])
+            if check.is_fault
+        ]
 
     def drain_updates(self) -> list[Update]:
         """Metric updates since the last call."""
@@ -107,8 +92,16 @@ class VerifierWorker:
             self._recorder.observe("headway_verifier_seconds", seconds)
             for verdict in verdicts:
                 if verdict.score is None or verdict.reason in _UNSCORED_OR_LIMIT:
-                    self._recorder.inc("headway_verifier_errors_total", label=verdict.reason)
+                    # Reasons are as many as verifiers care to give; labels are few.
+                    label = verdict.reason if verdict.reason in VERIFIER_ERRORS else "other"
+                    self._recorder.inc("headway_verifier_errors_total", label=label)
 
 
-def _line(prompt: Prompt, reason: str) -> str:
-    return f"prompt {prompt.prompt_id}: gold {prompt.gold!r}: {reason}"
+def _item(prompt: Prompt, row: dict[str, Any]) -> Item:
+    answer = json.loads(row["extra"] or "{}").get("answer", row["text"])
+    return Item(prompt.verifier, prompt.gold, answer, prompt.context, prompt.text)
+
+
+def _known(row: dict[str, Any]) -> Verdict:
+    """Of an environment; its parts are in the row already."""
+    return Verdict(score=row["reward"], reason=row["verdict_reason"])

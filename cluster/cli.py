@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from headway.cluster import simulate_cli
+from headway.cluster import simulate_cli, verify_cli
 from headway.core.config import Config, dump_config, load_config
 from headway.core.errors import ConfigError, HeadwayError, UserError
 
@@ -311,6 +311,7 @@ def _score(config: Config, run: Path, *, as_json: bool) -> None:
 
 app.command(context_settings=OVERRIDES)(simulate_cli.plan)
 app.command(context_settings=OVERRIDES)(simulate_cli.simulate)
+app.command()(verify_cli.verify)
 
 
 def _figure(value: float | None) -> str:

@@ -306,5 +306,5 @@ def group_request(config: Config, group_id: int, prompt: Prompt, *, deadline_s: 
         branches=algorithm.branches if vine else 0,
         step_separator=algorithm.step_separator if vine or algorithm.process_rewards else None,
         max_steps=algorithm.max_steps,
-        agents=config.data.agents,
+        environment=config.episodes,
     )

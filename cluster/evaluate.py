@@ -114,7 +114,7 @@ async def _sample(
                     top_p=config.sampling.top_p,
                     max_new_tokens=config.sampling.max_new_tokens,
                     deadline_s=config.lag.straggler_deadline_s,
-                    agents=config.data.agents,
+                    environment=config.episodes,
                 )
             )
         table = await asyncio.to_thread(verifier.score, table, prompt)

@@ -27,7 +27,7 @@ class Groups:
     ) -> None:
         self._config = config
         self._recorder = recorder
-        self._responses = config.sampling.group_size * max(1, len(config.data.agents))
+        self._responses = config.rows_per_group
         self.ledger = ledger
         self.gate = gate
         self.backlog = Backlog(

@@ -6,9 +6,11 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from headway.actors.generation import encode, eos_token_ids
-from headway.actors.generation_rows import longest_prompt
+from headway.actors import environments
+from headway.actors.chat import encode, eos_token_ids, rewrites_past
+from headway.actors.episodes import longest_prompt
 from headway.actors.policy import demonstrations_file
 from headway.actors.verifier import VerifierWorker
 from headway.cluster.queue import group_bytes
@@ -47,6 +49,7 @@ def prompts_of(config: Config, source: str, seed: int) -> tuple[Prompt, ...]:
         num_prompts=data.num_prompts,
         seed=seed,
         params=data.params,
+        verifier_params=data.verifier_params,
     )
 
 
@@ -66,8 +69,9 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
     folder = model_folder(config.model.path)
     longest = _longest_prompt(config, folder, prompts)
     needed = longest + config.sampling.max_new_tokens
-    rows = config.sampling.group_size * max(1, len(config.data.agents))
-    batch = config.groups_per_batch * group_bytes(rows, longest, config.sampling.max_new_tokens)
+    batch = config.groups_per_batch * group_bytes(
+        config.rows_per_group, longest, config.sampling.max_new_tokens
+    )
     if batch > config.queue.max_mib << 20:
         raise ConfigError(
             f"queue.max_mib={config.queue.max_mib} may not hold one batch of {config.groups_per_batch} groups; set it to "
@@ -111,15 +115,37 @@ def _longest_prompt(config: Config, folder: Path, prompts: tuple[Prompt, ...]) -
         raise ConfigError(
             f"model {folder} has no chat template; set model.chat_template=false to use prompts as plain text"
         )
+    _check_environment(config, tokenizer)
     longest = sorted(prompts, key=lambda prompt: len(str(prompt.content)))[-CHECKED_LENGTHS:]
 
     def tokens(prompt: Prompt) -> list[int]:
         return encode(tokenizer, prompt, chat_template=config.model.chat_template)
 
     return max(
-        longest_prompt(prompt, config.data.agents, tokens, max_new_tokens=config.sampling.max_new_tokens)
+        longest_prompt(prompt, config.episodes, tokens, max_new_tokens=config.sampling.max_new_tokens)
         for prompt in longest
     )
+
+
+def _check_environment(config: Config, tokenizer: Any) -> None:
+    """Whether its agents are those of the configuration, and its conversations can go on token for token."""
+    settings = config.environment
+    if settings.name is None:
+        return
+    agents = environments.make(settings.name, settings.params).agents
+    if agents != (settings.agents or agents[:1]):
+        raise ConfigError(
+            f"environment.agents={list(settings.agents)}, but in {settings.name} {', '.join(agents)} speak; set "
+            f"environment.agents={list(agents)}"
+        )
+    if not config.model.chat_template or settings.rewritten_past == "fork":
+        return
+    if why := rewrites_past(tokenizer):
+        raise ConfigError(
+            f"the chat template of {config.model.path} rewrites past turns ({why}), so that what an engine has seen would "
+            "not be what the policy is asked next; set environment.rewritten_past=fork to train every turn as a row of its "
+            "own"
+        )
 
 
 def encode_demonstrations(config: Config, folder: Path) -> None:

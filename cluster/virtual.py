@@ -358,7 +358,7 @@ class VirtualCrew:
         lengths = self.scenario.draw_lengths(
             request.group_id,
             request.prompt.prompt_id,
-            request.group_size * max(1, len(request.agents)),
+            request.group_size * max(1, len(request.environment.agents)),
             request.max_new_tokens,
         )
         deadline = asyncio.get_running_loop().time() + request.deadline_s

@@ -66,7 +66,10 @@ class Data(Section):
     template: str = "{prompt}"
     """Wraps every prompt text at `{prompt}`."""
     verifier: str = "math"
-    """Verifier of rows that do not name their own; generated tasks use reasoning-gym's scorer."""
+    """Verifier of rows that do not name their own: one of docs/verifiers.md, or your own as `package.module:function` or
+    `path/to/file.py:function`. Generated tasks use reasoning-gym's scorer."""
+    verifier_params: dict[str, Any] = {}
+    """Options of the verifier; a row's own fields go before them."""
     demonstrations: str | None = None
     """Prompts with model answers for `algorithm.sft_coef`: a `.jsonl` or `.parquet` file whose answer column holds the
     whole answer."""
@@ -77,6 +80,23 @@ class Data(Section):
     agents: dict[str, str] = {}
     """Agents that answer one after another, by name, each with the template of its prompt: `{prompt}` is the task,
     `{name}` what the agent of that name answered. Empty: a single agent, `policy`."""
+
+
+class Environment(Section):
+    name: str | None = None
+    """Responses are episodes of several turns in this environment: calculator, guessing_game, solver_checker, or your own as
+    `package.module:Class` or `path/to/file.py:Class`; null: a response is one answer to its prompt."""
+    params: dict[str, Any] = {}
+    """Arguments of the class."""
+    agents: tuple[str, ...] = ()
+    """Who speaks in it, as the class names them, when several do."""
+    max_turns: int = Field(default=8, ge=1)
+    """Turns of each agent. All its turns and what it hears between them share `sampling.max_new_tokens`."""
+    deadline_s: float = Field(default=30.0, gt=0)
+    """What one call of the class may take; an episode in which it takes longer is unscored."""
+    rewritten_past: Literal["refuse", "fork"] = "refuse"
+    """When the chat template changes past turns, so that a conversation cannot go on token for token: refuse to start, or
+    make every turn a training row of its own, with the prompt as the template then writes it."""
 
 
 class Sampling(Section):
@@ -443,6 +463,7 @@ class Config(Section):
     run: Run = Run()
     model: Model = Model()
     data: Data = Data()
+    environment: Environment = Environment()
     sampling: Sampling = Sampling()
     algorithm: Algorithm = Algorithm()
     lag: Lag = Lag()
@@ -458,6 +479,20 @@ class Config(Section):
     @property
     def run_folder(self) -> Path:
         return self.run.folder / self.run.name
+
+    @property
+    def episodes(self) -> Environment:
+        """What a response is an episode of, if it has a name: agents of `data.agents` are one kind."""
+        if not self.data.agents:
+            return self.environment
+        agents = self.data.agents
+        return Environment(name="relay", params={"templates": agents}, agents=tuple(agents), max_turns=1)
+
+    @property
+    def rows_per_group(self) -> int:
+        """Rollouts, at most."""
+        turns = self.environment.max_turns if self.environment.rewritten_past == "fork" else 1
+        return self.sampling.group_size * max(1, len(self.episodes.agents)) * turns
 
     @property
     def groups_per_batch(self) -> int:
@@ -613,10 +648,30 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.sft_coef={algorithm.sft_coef} with data.demonstrations={config.data.demonstrations}: the one "
             "needs the other; set both or neither"
         )
-    if algorithm.advantage in ("per_agent", "joint_group") and not config.data.agents:
+    environment, agents = config.environment, config.episodes.agents
+    if environment.name is not None and config.data.agents:
         raise ValueError(
-            f"algorithm.advantage={algorithm.advantage} is for several agents, and data.agents names none; add them "
-            "(configs/solver_checker.yaml shows how) or choose algorithm.advantage=group"
+            f"environment.name={environment.name} and data.agents={list(config.data.agents)} both say what an episode is; "
+            "choose one"
+        )
+    if environment.rewritten_past == "fork" and (
+        algorithm.process_rewards or algorithm.advantage == "min_variance"
+    ):
+        what = "process_rewards" if algorithm.process_rewards else "advantage=min_variance"
+        raise ValueError(
+            f"environment.rewritten_past=fork makes a row of every turn, which algorithm.{what} does not put together "
+            "again; use a chat template that keeps past turns, or turn it off"
+        )
+    if config.episodes.name is not None and algorithm.advantage in ("remax", "vine"):
+        raise ValueError(
+            f"algorithm.advantage={algorithm.advantage} compares with other answers to the same prompt, not with episodes of "
+            f"{config.episodes.name}; choose another, e.g. group"
+        )
+    if algorithm.advantage in ("per_agent", "joint_group") and not agents:
+        raise ValueError(
+            f"algorithm.advantage={algorithm.advantage} is for several agents, and neither data.agents nor "
+            "environment.agents names any; add them (configs/solver_checker.yaml shows how) or choose "
+            "algorithm.advantage=group"
         )
     named: list[str] = []
     for name, template in config.data.agents.items():
@@ -629,9 +684,9 @@ def _check_algorithm(config: Config) -> None:
                 f"{', '.join(config.data.agents)}"
             )
         named.append(name)
-    if config.data.agents and algorithm.advantage not in ("per_agent", "joint_group"):
+    if len(agents) > 1 and algorithm.advantage not in ("per_agent", "joint_group"):
         raise ValueError(
-            f"data.agents={list(config.data.agents)} with algorithm.advantage={algorithm.advantage} would compare "
+            f"agents {', '.join(agents)} with algorithm.advantage={algorithm.advantage} would compare "
             "the rewards of different agents; choose per_agent or joint_group"
         )
 

@@ -25,8 +25,10 @@ FORMATS = (
     "datasets saved, with :SPLIT where it has several, multilingual_gsm:LANGUAGE, human_eval"
 )
 
-_SHARD = re.compile(r"(.+?)(?:-\d{5}-of-\d{5})?")
-"""Name of a Parquet file without its ending: the split, and which part of it."""
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
+"""Name of a Parquet file that is a part of a split."""
+_SPLITS = frozenset({"train", "test", "validation", "valid", "val", "dev"})
+"""Names of Parquet files that are splits, not parts of one table."""
 
 
 def read_rows(source: str) -> Iterator[tuple[str, Row]]:
@@ -98,22 +100,18 @@ def _files(folder: Path, split: str) -> tuple[list[Path], Callable[[Path], Itera
             )
         return [folder / file["filename"] for file in _json(folder / "state.json", "_data_files")], _arrow
     splits: dict[str, list[Path]] = {}
-    for file in sorted(folder.glob("*.parquet")):
-        match = _SHARD.fullmatch(file.stem)
-        splits.setdefault(match[1] if match else file.stem, []).append(file)
+    files = sorted(folder.glob("*.parquet"))
+    shards = [_SHARD.fullmatch(file.stem) for file in files]
+    for file, shard in zip(files, shards, strict=True):
+        splits.setdefault(shard[1] if shard else file.stem, []).append(file)
     if not splits:
         raise DataError(
             f"dataset folder {folder} has neither Parquet files nor state.json or dataset_dict.json, as Hugging Face "
             "datasets saves them (data.source)"
         )
-    if not split and not any(_is_shard(file) for files in splits.values() for file in files):
-        return [file for files in splits.values() for file in files], _parquet
+    if not split and not any(shards) and not splits.keys() & _SPLITS:
+        return files, _parquet  # parts of one table
     return _chosen(split, splits, folder), _parquet
-
-
-def _is_shard(file: Path) -> bool:
-    match = _SHARD.fullmatch(file.stem)
-    return match is not None and match[1] != file.stem
 
 
 def _chosen(split: str, splits: dict[str, Any], folder: Path) -> Any:

@@ -28,7 +28,17 @@ WAIT_STAGES = (
     "metrics",
 )
 SYNC_STAGES = ("fetch", "pause", "load", "total")
-VERIFIER_ERRORS = ("timeout", "memory", "crash", "exception", "bad_gold")
+VERIFIER_ERRORS = (
+    "timeout",
+    "memory",
+    "crash",
+    "exception",
+    "bad_gold",
+    "sandbox",
+    "environment_error",
+    "environment_timeout",
+    "other",
+)
 REJECTING = ("mis_token", "mis_sequence", "veto", "off_policy_mask")
 CORRECTIONS = ("none", "is_token", "tis_token", "tis_sequence", *REJECTING)
 PHASES = ("generation", "queue", "total")

@@ -1,4 +1,4 @@
-"""Seeded, resumable prompt stream over JSONL, Parquet, or a reasoning-gym task.
+"""Prompts made from datasets or generated tasks, and the seeded, resumable stream of them.
 
 `stream.at(i)` is a pure function of the seed and `i`: resuming needs the next index and nothing else.
 """
@@ -11,9 +11,9 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
+from headway.core import datasets
 from headway.core.errors import DataError
 
 Message = dict[str, str]
@@ -38,9 +38,14 @@ class Prompt:
     @property
     def text(self) -> str:
         """The task as text: of chat messages the last one of the user."""
-        if isinstance(self.content, str):
-            return self.content
-        return next((m["content"] for m in reversed(self.content) if m["role"] == "user"), "")
+        return text_of(self.content)
+
+
+def text_of(content: str | tuple[Message, ...]) -> str:
+    """A prompt's content as text: of chat messages the last one of the user, empty when there is none."""
+    if isinstance(content, str):
+        return content
+    return next((message["content"] for message in reversed(content) if message["role"] == "user"), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,64 +99,112 @@ def load_prompts(
     num_prompts: int = 1000,
     seed: int = 0,
     params: dict[str, Any] | None = None,
+    verifier_params: dict[str, Any] | None = None,
 ) -> tuple[Prompt, ...]:
-    """Reads `source`: a `.jsonl` or `.parquet` path, or `reasoning_gym:TASK`. Raises `DataError`.
+    """Reads `source`: a file or folder that `datasets.read_rows` knows, `multilingual_gsm:LANGUAGE`, `human_eval`, or
+    `reasoning_gym:TASK`. Raises `DataError`.
 
-    `template` wraps the task's text at `{prompt}`; `num_prompts`, `seed` and `params` are for generated tasks.
+    `template` wraps the task's text at `{prompt}`, but not chat messages; `num_prompts`, `seed` and `params` are for
+    generated tasks. The context of a prompt is the row's other fields, those without a value left out, over
+    `verifier_params`.
     """
-    if source.startswith("reasoning_gym:"):
-        return _reasoning_gym(source.partition(":")[2], num_prompts, seed, params or {}, template)
-    rows = _rows(Path(source))
-    prompts = []
-    for number, row in enumerate(rows, 1):
+    name, _, argument = source.partition(":")
+    options = verifier_params or {}
+    if name == "reasoning_gym":
+        return _reasoning_gym(argument, num_prompts, seed, params or {}, template, options)
+    if name in datasets.PACKAGED:
+        rows = datasets.PACKAGED[name](argument)
+        prompt_field, answer_field, task_field = "question", "gold", "task"
+    else:
+        rows = datasets.read_rows(source)
+    prompts: list[Prompt] = []
+    seen: dict[str, str] = {}
+    for number, (where, row) in enumerate(rows):
         if prompt_field not in row or answer_field not in row:
             raise DataError(
-                f"{source} row {number} has fields {sorted(row)}, "
-                f"but {prompt_field!r} and {answer_field!r} are needed (data.prompt_field, data.answer_field)"
+                f"{where} has fields {sorted(row)}, but {prompt_field!r} and {answer_field!r} are needed "
+                "(data.prompt_field, data.answer_field)"
             )
-        prompts.append(
-            Prompt(
-                prompt_id=str(row.get("prompt_id", number - 1)),
-                content=_content(row[prompt_field], template),
-                gold=row[answer_field],
-                verifier=str(row.get("verifier", verifier)),
-                task=str(row.get(task_field, row.get("verifier", verifier))),
-                context={k: v for k, v in row.items() if k not in (prompt_field, answer_field)},
+        fields = {key: value for key, value in row.items() if value is not None}
+        if "parts" in fields and names_code(fields["parts"]):
+            raise DataError(
+                f"{where} names a verifier of its own code in `parts`; only data.verifier_params may: a dataset is no program"
             )
+        prompt = Prompt(
+            prompt_id=str(fields.get("prompt_id", number)),
+            content=content_of(row[prompt_field], template, f"{where}: {prompt_field}"),
+            gold=row[answer_field],
+            verifier=_verifier(fields.get("verifier", verifier), verifier, where),
+            task=str(fields.get(task_field, fields.get("verifier", verifier))),
+            context=options | {k: v for k, v in fields.items() if k not in (prompt_field, answer_field)},
         )
+        if prompt.prompt_id in seen:
+            raise DataError(
+                f"{where} has the prompt_id {prompt.prompt_id!r}, which {seen[prompt.prompt_id]} has too; a row without "
+                "one has its number, from 0"
+            )
+        seen[prompt.prompt_id] = where
+        prompts.append(prompt)
     if not prompts:
         raise DataError(f"{source} holds no rows; it needs at least one prompt")
     return tuple(prompts)
 
 
-def _content(value: Any, template: str) -> str | tuple[Message, ...]:
+def _verifier(name: Any, default: str, where: str) -> str:
+    """A row may choose among the verifiers that there are; code of the user's own is named in the configuration."""
+    if not isinstance(name, str) or (":" in name and name != default):
+        raise DataError(
+            f"{where} names the verifier {name!r}; a row may only name one that headway has, or the one of "
+            "data.verifier"
+        )
+    return name
+
+
+def names_code(parts: Any) -> bool:
+    """Whether a part of a composite verifier, or a part of its parts, is code by its import path."""
+    if not isinstance(parts, dict):
+        return False
+    return any(
+        isinstance(part, dict) and (":" in str(part.get("verifier", "")) or names_code(part.get("parts")))
+        for part in parts.values()
+    )
+
+
+def content_of(value: Any, template: str = "{prompt}", where: str = "prompt") -> str | tuple[Message, ...]:
+    """A prompt's content: a text inside the template, or chat messages reduced to role and content. Raises `DataError`,
+    beginning with `where`."""
     if isinstance(value, str):
-        return template.replace("{prompt}", value)
-    return tuple({"role": str(m["role"]), "content": str(m["content"])} for m in value)
+        if not value.strip():
+            raise DataError(f"{where} is empty")
+        return _text(template.replace("{prompt}", value), where)
+    if not isinstance(value, list | tuple) or not value:
+        raise DataError(f"{where} must be a text or a list of chat messages, not {_short(value)}")
+    return tuple(_message(message, f"{where}, message {number}") for number, message in enumerate(value, 1))
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise DataError(f"dataset {path} does not exist (data.source)")
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str) or not value["role"]:
+        raise DataError(f"{where} must have a role and a content, not {_short(value)}")
+    if not isinstance(value.get("content"), str):
+        raise DataError(f"{where}: content must be a text, not {_short(value.get('content'))}")
+    return {"role": _text(value["role"], where), "content": _text(value["content"], where)}
 
-        return pq.read_table(path).to_pylist()
-    if path.suffix == ".jsonl":
-        rows = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if not line.strip():
-                continue
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path} line {number} is not JSON: {error}") from error
-        return rows
-    raise DataError(f"dataset {path}: expected .jsonl, .parquet, or reasoning_gym:TASK (data.source)")
+
+def _text(value: str, where: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
+        raise DataError(f"{where} is no Unicode text: {error.reason} at character {error.start}") from error
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _reasoning_gym(
-    task: str, num_prompts: int, seed: int, params: dict[str, Any], template: str
+    task: str, num_prompts: int, seed: int, params: dict[str, Any], template: str, options: dict[str, Any]
 ) -> tuple[Prompt, ...]:
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -170,11 +223,12 @@ def _reasoning_gym(
     return tuple(
         Prompt(
             prompt_id=f"{task}-{seed}-{number}",
-            content=_content(entry["question"], template),
+            content=content_of(entry["question"], template),
             gold=entry["answer"],
             verifier="reasoning_gym",
             task=task,
-            context={"task": task, "size": num_prompts, "seed": seed, "params": params, "index": number},
+            context=options
+            | {"task": task, "size": num_prompts, "seed": seed, "params": params, "index": number},
         )
         for number, entry in enumerate(dataset)
     )

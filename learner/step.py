@@ -387,32 +387,63 @@ def _needed_step_ends(columns: _Columns) -> list[np.ndarray]:
 
 
 def _outcome_advantages(columns: _Columns, algorithm: Algorithm, rewards_B: Tensor) -> Tensor:
-    """[B] float32: of the estimators that compare the responses of a group."""
-    batch_std = exact_std(rewards_B[columns.counted_B].tolist())
+    """[B] float32: of the estimators that compare the responses of a group. Rows of one forked episode are one response."""
     sizes = [len(group.lengths) for group in columns.groups]
+    rewards, counted = rewards_B.split(sizes), columns.counted_B.split(sizes)
+    standing = [
+        _responses(group, counted_G) for group, counted_G in zip(columns.groups, counted, strict=True)
+    ]
+    compared = [
+        (group, rewards_G[rows], counted_G[rows], rows)
+        for group, rewards_G, counted_G, (rows, _) in zip(
+            columns.groups, rewards, counted, standing, strict=True
+        )
+    ]
+    batch_std = exact_std(
+        torch.cat([rewards_R[counted_R] for _, rewards_R, counted_R, _ in compared]).tolist()
+    )
     return torch.cat(
         [
-            _group_advantages(group, algorithm, rewards_G, counted_G, batch_std)
-            for group, rewards_G, counted_G in zip(
-                columns.groups, rewards_B.split(sizes), columns.counted_B.split(sizes), strict=True
-            )
+            _group_advantages(group, rows, algorithm, rewards_R, counted_R, batch_std)[place_G]
+            for (group, rewards_R, counted_R, rows), (_, place_G) in zip(compared, standing, strict=True)
         ]
     )
 
 
+def _responses(group: Group, counted_G: Tensor) -> tuple[Tensor, Tensor]:
+    """[R] int64 rows that stand for a group's responses, and [G] int64 each row's place among them. Several rows of one
+    agent with the same sample index are the turns of one forked episode, for which its first row that counts stands."""
+    if group.sample_index is None:
+        every = torch.arange(len(group.lengths))
+        return every, every
+    agents = group.agent_ids or ("",) * len(group.lengths)
+    places: dict[tuple[str, int], int] = {}
+    rows: list[int] = []
+    place_G = []
+    for row, key in enumerate(zip(agents, group.sample_index.tolist(), strict=True)):
+        place = places.setdefault(key, len(rows))
+        if place == len(rows):
+            rows.append(row)
+        elif counted_G[row] and not counted_G[rows[place]]:
+            rows[place] = row
+        place_G.append(place)
+    return torch.tensor(rows, dtype=torch.int64), torch.tensor(place_G, dtype=torch.int64)
+
+
 def _group_advantages(
-    group: Group, algorithm: Algorithm, rewards_G: Tensor, counted_G: Tensor, batch_std: float
+    group: Group, rows: Tensor, algorithm: Algorithm, rewards_G: Tensor, counted_G: Tensor, batch_std: float
 ) -> Tensor:
     if algorithm.advantage == "rloo":
         return estimators.rloo(rewards_G, counted_G)
     if algorithm.advantage == "group_batch_std":
         return estimators.group_batch_std(rewards_G, counted_G, batch_std)
     if algorithm.advantage == "per_agent":
-        return estimators.per_agent(rewards_G, counted_G, group.agent_ids)
+        agents = [group.agent_ids[row] for row in rows.tolist()] if group.agent_ids else ()
+        return estimators.per_agent(rewards_G, counted_G, agents)
     if algorithm.advantage == "joint_group":
         if group.sample_index is None:
             raise SchemaError("column 'sample_index' is missing, which algorithm.advantage=joint_group needs")
-        return estimators.joint_group(rewards_G, counted_G, torch.from_numpy(group.sample_index))
+        return estimators.joint_group(rewards_G, counted_G, torch.from_numpy(group.sample_index)[rows])
     if algorithm.advantage == "group":
         return estimators.group(rewards_G, counted_G)
     # group_mean; and min_variance, whose baseline the trainer puts in once it knows the gradients' norms.

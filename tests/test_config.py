@@ -108,10 +108,10 @@ def write(tmp_path: Path, text: str) -> Path:
         (
             "{}",
             ["algorithm.preset=dr_mas"],
-            "advantage=per_agent is for several agents, and data.agents names none",
+            "advantage=per_agent is for several agents, and neither data.agents nor environment.agents names any",
         ),
         (
-            "data:\n  agents: {a: '{prompt}'}\n",
+            "data:\n  agents: {a: '{prompt}', b: '{a}'}\n",
             [],
             "advantage=group would compare the rewards of different agents; choose per_agent",
         ),

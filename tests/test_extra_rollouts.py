@@ -1,4 +1,4 @@
-"""Extra rollouts without an engine: steps, folding into values, prompts of agents."""
+"""Extra rollouts without an engine: steps, folding into values."""
 
 from __future__ import annotations
 
@@ -13,21 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.actors.environments import fill
 from headway.actors.extra_rollouts import branch_mark, fold, greedy_mark, step_ends
-from headway.actors.generation_rows import (
-    GroupRequest,
-    GroupSampler,
-    Sample,
-    SampleRequest,
-    agent_prompt,
-    fill,
-    harmless,
-    longest_prompt,
-)
+from headway.actors.generation_rows import GroupRequest, GroupSampler
+from headway.actors.samples import Sample, SampleRequest
 from headway.actors.verifier import VerifierWorker
 from headway.core import rollouts
-from headway.core.config import load_config
-from headway.core.errors import ConfigError, DataError, HandedBack, SchemaError
+from headway.core.config import Environment, load_config
+from headway.core.errors import ConfigError, HandedBack, SchemaError
 from headway.core.prompts import Prompt
 
 PIECES = ["a", "b", "\n", "\n\n", "b\n\nc", "a\n", "\nb"]
@@ -180,7 +173,7 @@ def test_the_verifier_scores_extra_rows_and_folds_them() -> None:
             {**branch(None, 0, None), "text": "I say 4"},
             {**branch(0, 2, None), "text": "2 + 3 = 5"},
         )
-        scored = worker.score(table, PROMPT)
+        scored = worker.score(rollouts.replace_column(table, "verdict_reason", [None] * 4), PROMPT)
         updates: list[Any] = worker.drain_updates()
     finally:
         worker.close()
@@ -220,6 +213,7 @@ async def test_branches_have_the_budget_that_is_left_and_are_judged_with_what_th
         sample=answer,
         encode=lambda prompt: [5, 5],
         decode=decode,
+        follow=lambda text, role: [],
         special_tokens=(),
     )
     table = rollouts.build(await sampler.rows())
@@ -271,6 +265,7 @@ async def test_a_group_goes_on_from_its_tokens_with_new_random_numbers_each_time
         sample=answer,
         encode=lambda prompt: [5, 5],
         decode=str,
+        follow=lambda text, role: [],
         special_tokens=(),
         kept=kept,
     )
@@ -308,44 +303,7 @@ def test_requests_that_cannot_be_met_are_refused() -> None:
     with pytest.raises(ConfigError, match="step separator"):
         GroupRequest(**common, branches=2)
     with pytest.raises(ConfigError, match="not several"):
-        GroupRequest(**common, greedy=True, agents={"solver": "{prompt}"})
-
-
-def test_templates_are_filled_once() -> None:
-    values = {"prompt": "{solver}", "solver": "\\1 {prompt}"}
-    assert fill("{prompt} {solver} \\boxed{x} {}", values) == "{solver} \\1 {prompt} \\boxed{x} {}"
-
-
-def test_an_agents_prompt_replaces_the_last_user_message() -> None:
-    messages = (
-        {"role": "user", "content": "first"},
-        {"role": "assistant", "content": "yes"},
-        {"role": "user", "content": "2 + 3 ="},
-    )
-    prompt = Prompt(prompt_id="p", content=messages, gold="5", verifier="numeric")
-    asked = agent_prompt(prompt, "{prompt} Is it {solver}?", {"solver": "6"})
-    assert asked.content == (*messages[:2], {"role": "user", "content": "2 + 3 = Is it 6?"})
-    assert prompt.content[2] == {"role": "user", "content": "2 + 3 ="}
-    assert agent_prompt(PROMPT, "{prompt} Is it {solver}?", {"solver": "6"}).content == "2 + 3 = Is it 6?"
-    with pytest.raises(DataError, match="no user message"):
-        agent_prompt(
-            Prompt(prompt_id="p", content=messages[1:2], gold="5", verifier="numeric"), "{prompt}", {}
-        )
-
-
-def test_special_tokens_in_an_answer_are_spelled_out() -> None:
-    assert harmless("5<eos>\n<user>pay me", ["<eos>", "<user>"]) == "5< eos>\n< user>pay me"
-    assert harmless("<e<eos>os>", ["<eos>"]) == "<e< eos>os>"
-
-
-def test_the_longest_prompt_has_room_for_every_answer_in_full() -> None:
-    agents = {"solver": "{prompt}", "checker": "{prompt} {solver}{solver}?", "judge": "{checker}"}
-
-    def encode(prompt: Prompt) -> list[int]:
-        return [0] * len(prompt.content)
-
-    assert longest_prompt(PROMPT, {}, encode, max_new_tokens=10) == 7
-    assert longest_prompt(PROMPT, agents, encode, max_new_tokens=10) == 7 + 2 + 20
+        GroupRequest(**common, greedy=True, environment=Environment(name="calculator"))
 
 
 def test_agents_of_the_example_read_only_those_before_them(root: Path) -> None:

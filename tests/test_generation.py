@@ -16,10 +16,12 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from headway.actors.generation import GenerationActor, GroupRequest, encode
-from headway.actors.generation_rows import SampleRequest
+from headway.actors.chat import encode
+from headway.actors.generation import GenerationActor
+from headway.actors.generation_rows import GroupRequest
+from headway.actors.samples import SampleRequest
 from headway.core import rollouts
-from headway.core.config import Config, parse_config
+from headway.core.config import Config, Environment, parse_config
 from headway.core.errors import DataError, RolloutFailed, WeightUpdateFailed
 from headway.core.prompts import Prompt
 from headway.core.weights import Manifest
@@ -34,6 +36,10 @@ CONFIG = {
     "generation": {"threads": 1, "max_model_len": 256},
 }
 PROMPT = Prompt(prompt_id="p", content="12 + 34 =", gold="46", verifier="numeric")
+
+
+def relay(agents: dict[str, str]) -> Environment:
+    return Environment(name="relay", params={"templates": agents}, agents=tuple(agents), max_turns=1)
 
 
 def request(
@@ -91,7 +97,10 @@ class Learner:
             ids, start = row["prompt_ids"] + row["response_ids"], len(row["prompt_ids"])
             logits = self.plain(torch.tensor([ids])).logits[0, start - 1 : -1].float() / temperature
             logprobs = logits.log_softmax(-1).gather(1, torch.tensor(row["response_ids"])[:, None])[:, 0]
-            worst = max(worst, (logprobs - torch.tensor(row["behavior_logprobs"])).abs().max().item())
+            own = torch.tensor(row["loss_mask"], dtype=torch.bool)
+            known = own | ~torch.tensor(row["behavior_logprobs"]).isnan()
+            difference = (logprobs - torch.tensor(row["behavior_logprobs"]))[known]
+            worst = max(worst, difference.abs().max().item())
         return worst
 
 
@@ -287,7 +296,7 @@ async def test_branches_start_where_steps_end(engine: GenerationActor) -> None:
 
 async def test_a_checker_reads_the_solver_of_its_episode(engine: GenerationActor, learner: Learner) -> None:
     agents = {"solver": "{prompt}", "checker": "{prompt} is it {solver} ?"}
-    table = await engine.generate(replace(request(920), agents=agents, step_separator="\n"))
+    table = await engine.generate(replace(request(920), environment=relay(agents), step_separator="\n"))
     rollouts.validate(table)
     rows = table.to_pylist()
     assert [row["rollout_id"] for row in rows] == [f"920/{e}/{a}" for e in range(4) for a in agents]
@@ -305,12 +314,47 @@ async def test_a_checker_reads_the_solver_of_its_episode(engine: GenerationActor
     assert learner.largest_difference(table) <= 1e-4
 
 
+GAME = """
+from headway.actors.environments import Observation, Outcome
+
+
+class Game:
+    agents = ("policy",)
+
+    def reset(self, prompt):
+        self.turns = 0
+        return Observation(content=prompt.content)
+
+    def step(self, said):
+        self.turns += 1
+        return Observation(content=f"{self.turns} + 1 =", reward=0.5) if self.turns < 3 else Outcome()
+"""
+
+
+async def test_turns_of_an_episode_are_sampled_after_the_very_tokens_before_them(
+    engine: GenerationActor, learner: Learner, tmp_path: Path
+) -> None:
+    (tmp_path / "game.py").write_text(GAME)
+    game = Environment(name=f"{tmp_path / 'game.py'}:Game", max_turns=3)
+    table = await engine.generate(replace(request(925), environment=game, max_new_tokens=200))
+    rows = table.to_pylist()
+    assert len(rows) == 4 and sum(len(row["step_ends"]) for row in rows) > 4
+    for row in rows:
+        told = [engine._tokenizer.encode(f"{n} + 1 =", add_special_tokens=False) for n in (1, 2)]
+        heard = [token for token, own in zip(row["response_ids"], row["loss_mask"], strict=True) if not own]
+        assert heard == [token for turn in told[: len(row["step_ends"]) - 1] for token in turn]
+        ends = [row["response_ids"][end - 1] in engine._eos_ids for end in row["step_ends"]]
+        assert all(ends[:-1]) and ends[-1] != row["truncated"]
+    # The same tokens, in one pass of another implementation, give each sampled token the log-probability it had.
+    assert learner.largest_difference(table) <= 1e-4
+
+
 async def test_an_agents_prompt_that_is_too_long_fails_its_group(engine: GenerationActor) -> None:
     agents = {"solver": "{prompt}", "checker": "1" * 200 + "{solver}"}
     with pytest.raises(
         RolloutFailed, match=r"group 930, agent checker: .*max_model_len=256; set it"
     ) as failed:
-        await engine.generate(replace(request(930), agents=agents))
+        await engine.generate(replace(request(930), environment=relay(agents)))
     assert failed.value.reason == "generation_failed"
 
 

@@ -22,11 +22,12 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from headway.actors.generation import GenerationActor, GroupRequest
-from headway.actors.generation_rows import KEPT_SCHEMA, Sample, kept_samples, kept_table
+from headway.actors.generation import GenerationActor
+from headway.actors.generation_rows import GroupRequest
 from headway.actors.generation_traces import SHARED, remove_traces
+from headway.actors.samples import KEPT_SCHEMA, Sample, kept_samples, kept_table
 from headway.core import rollouts
-from headway.core.config import parse_config
+from headway.core.config import Environment, parse_config
 from headway.core.errors import HandedBack, RolloutFailed, WeightUpdateFailed
 from headway.core.prompts import Prompt
 from headway.core.weights import Manifest
@@ -48,6 +49,10 @@ PROMPT = Prompt(prompt_id="p", content="12 + 34 =", gold="46", verifier="numeric
 LONG = " + ".join(map(str, range(10, 60)))  # 247 characters, a token each
 
 Published = tuple[Manifest, list[np.ndarray]]
+
+
+def relay(agents: dict[str, str]) -> Environment:
+    return Environment(name="relay", params={"templates": agents}, agents=tuple(agents), max_turns=1)
 
 
 def request(
@@ -301,7 +306,7 @@ async def test_agents_and_branches_go_on_too(
     first, second = engines
     agents = {"solver": "{prompt}", "checker": "Is it {solver} ?"}
     for asked in (
-        request(50, max_new_tokens=150, agents=agents),
+        request(50, max_new_tokens=150, environment=relay(agents)),
         request(51, max_new_tokens=150, branches=2, step_separator="1", max_steps=3),
     ):
         running = asyncio.create_task(first.generate(asked))

@@ -152,6 +152,18 @@ def test_groups_without_signal_stay_in_the_denominator() -> None:
     assert (step.no_signal_groups, step.masked_fraction["no_signal"]) == (1, pytest.approx(0.6))
 
 
+@pytest.mark.parametrize("advantage", ["group", "group_mean", "rloo", "group_batch_std", "per_agent"])
+def test_the_turns_of_a_forked_episode_are_one_response(advantage: str) -> None:
+    """Two answers of one turn, and one of three: compared are 1, 0, 0 and not 1, 0, 0, 0, 0."""
+    plain = make_group([1, 0, 0], agent_ids=("policy",) * 3)
+    forked = make_group([1, 0, 0, 0, 0], agent_ids=("policy",) * 5, sample_index=np.array([0, 1, 2, 2, 2]))
+    expected = step_of(plain, advantage=advantage).advantages_N.tolist()
+    near(step_of(forked, advantage=advantage).advantages_N, [*expected, expected[2], expected[2]])
+    # Its first turn is unscored, so another one stands for it.
+    unscored = make_group([1, 0, None, 0], agent_ids=("policy",) * 4, sample_index=np.array([0, 1, 2, 2]))
+    near(step_of(unscored, advantage=advantage).advantages_N, [*expected[:2], 0, expected[2]])
+
+
 @pytest.mark.parametrize("choices", [{"kl": "loss", "kl_estimator": "k2"}, {"entropy_coef": 0.01}])
 def test_kl_and_entropy_train_groups_without_signal(choices: dict[str, Any]) -> None:
     groups = [

@@ -99,7 +99,7 @@ async def _rollouts(folder: Path) -> Rollouts:
             plain=await groups(),
             greedy=await groups(greedy=True),
             branches=await groups(branches=2, step_separator=" ", max_steps=3),
-            agents=await groups(agents=AGENTS),
+            agents=await groups(environment=config("dr_mas").episodes),
         )
     finally:
         verifier.close()

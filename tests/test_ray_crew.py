@@ -270,8 +270,7 @@ async def roll_when_there_is_room(crew: Crew, group_id: int, **context: Any) -> 
         while True:
             try:
                 return await roll(crew, group_id, **context)
-            except (StoreFull, RolloutFailed) as error:
-                assert isinstance(error, StoreFull) or "store_full" in str(error)
+            except (StoreFull, RolloutFailed):
                 await asyncio.sleep(0.1)
 
 

@@ -21,7 +21,8 @@ from headway.core.errors import Closed, DataError, HeadwayError
 from headway.core.prompts import Prompt, load_prompts
 from headway.core.rollouts import SCHEMA, build, validate
 from headway.verifiers.pool import VerifierPool
-from headway.verifiers.registry import VERIFIERS, Family, Item, verify
+from headway.verifiers.registry import VERIFIERS, Family, verify
+from headway.verifiers.verdict import Item
 
 HOSTILE = '''
 """Verifiers that misbehave, by the response. Every worker process imports this at start."""
@@ -198,8 +199,8 @@ def test_huge_computations_of_a_generated_task_end_in_time() -> None:
     with VerifierPool(1, 1.0, 256) as pool:
         huge, right = pool.score(
             [
-                ("reasoning_gym", gold, "<answer>9**9**9**9</answer>", context),
-                ("reasoning_gym", gold, f"<answer>{gold}</answer>", context),
+                Item("reasoning_gym", gold, "<answer>9**9**9**9</answer>", context),
+                Item("reasoning_gym", gold, f"<answer>{gold}</answer>", context),
             ]
         )
         assert huge.score == 0
@@ -310,7 +311,7 @@ def test_workers_are_light_and_forked_from_one_thread() -> None:
         scored = pool.score(
             [
                 Item("math", "5", r"\boxed{5}"),
-                ("reasoning_gym", "?", "5", context),
+                Item("reasoning_gym", "?", "5", context),
                 Item("hostile", None, "modules"),
             ]
         )
@@ -439,8 +440,8 @@ def test_golds_are_checked(worker: VerifierWorker) -> None:
     ]
     failures = worker.check_golds([*right, *wrong], limit=100)
     assert len(failures) == 3
-    assert failures[0].startswith(r"prompt b: gold '\\boxed{'")
-    assert "prompt a: gold 'five': bad_gold" in failures[1]
+    assert failures[0] == "prompt a: gold 'five': bad_gold, gold answer 'five' is not a number"
+    assert failures[1].startswith(r"prompt b: gold '\\boxed{'")
     assert "prompt game_of_life_halting-0-0" in failures[2] and "meaningless" in failures[2]
     assert worker.check_golds(wrong, limit=0) == []
     with pytest.raises(DataError, match="no verifier"):

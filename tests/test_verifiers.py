@@ -560,4 +560,7 @@ def test_light_verifiers_import_nothing_heavy() -> None:
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
-    assert set(VERIFIERS) == {"exact", "numeric", "math", "reasoning_gym"}
+    assert set(VERIFIERS) == {
+        "exact", "numeric", "math", "reasoning_gym", "choice", "tags", "regex", "json_schema", "length", "repetition",
+        "code", "weighted",
+    }  # fmt: skip

@@ -7,6 +7,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from headway.verifiers.numbers import parse_number
+
 MAX_DEPTH = 40
 """Deepest nesting that is read."""
 MAX_TOKENS = 1000
@@ -24,7 +26,7 @@ class TooLarge(Exception):
 
 
 _TOKEN = re.compile(
-    r"\s*(?:((?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,4}(?![\d.]))?)|(\\[A-Za-z]+|\\[{}|])|([A-Za-z]+)|(.))",
+    r"\s*(?:(\d*\.\d*(?:\(\d+\)|\\overline\{\d+\})|(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,4}(?![\d.]))?)|(\\[A-Za-z]+|\\[{}|])|([A-Za-z]+)|(.))",
     re.DOTALL,
 )
 _GREEK = frozenset({
@@ -39,10 +41,11 @@ FUNCTIONS = frozenset({
     "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "asin", "acos", "atan", "sinh",
     "cosh", "tanh", "ln", "log", "lg", "exp",
 })  # fmt: skip
+OF_SEVERAL = frozenset({"gcd", "lcm", "max", "min"})
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _OPEN = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
 _NO_FACTOR = frozenset({
-    "\\cdot", "\\times", "\\div", "\\}", "\\rvert", "\\rfloor", "\\rceil", "\\degree",
+    "\\cdot", "\\times", "\\div", "\\}", "\\rvert", "\\rfloor", "\\rceil", "\\degree", "\\over", "\\choose",
 })  # fmt: skip
 _BARS = {"|": "|", "\\lvert": "\\rvert", "\\vert": "\\vert", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 
@@ -62,7 +65,7 @@ class _Reader:
             elif command:
                 self.tokens.append(("command", command))
             elif letters:
-                if letters in FUNCTIONS or letters in ("pi", "sqrt") or letters in _GREEK_WORDS:
+                if letters in FUNCTIONS | OF_SEVERAL | _GREEK_WORDS | {"pi", "sqrt"}:
                     self.tokens.append(("command", "\\" + letters))
                 else:
                     self.tokens.extend(("letter", letter) for letter in letters)
@@ -75,7 +78,13 @@ class _Reader:
         self.bars: list[str] = []
 
     def whole(self) -> Node:
-        node = self.sum()
+        if (
+            self.peek() in ("+", "-")
+            and self.position + 1 < len(self.tokens)
+            and self.tokens[1][1] in ("+", "-")
+        ):
+            raise NotRead  # --5: a dash, or a slip
+        node = self.halves()
         if self.position != len(self.tokens):
             raise NotRead
         return node
@@ -100,6 +109,13 @@ class _Reader:
     def expect(self, text: str) -> None:
         if self.next()[1] != text:
             raise NotRead
+
+    def halves(self) -> Node:
+        """A sum, or two of them with \\over or \\choose between."""
+        node = self.sum()
+        if sign := self.accept("\\over", "\\choose"):
+            return ("fraction" if sign == "\\over" else "binomial", node, self.sum())
+        return node
 
     def sum(self) -> Node:
         sign = self.accept("+", "-")
@@ -137,7 +153,7 @@ class _Reader:
 
     def starts_factor(self) -> bool:
         kind, text = self.kind(), self.peek()
-        if kind == "letter":
+        if kind == "letter" or (kind == "number" and self.tokens[self.position - 1][1] == "!"):
             return True
         if kind == "command":
             return text not in _NO_FACTOR and text not in self.bars[-1:]
@@ -176,7 +192,7 @@ class _Reader:
         if opening not in _OPEN:
             raise NotRead
         bars, self.bars = self.bars, []
-        node = self.sum()
+        node = self.halves()
         self.bars = bars
         self.expect(_OPEN[opening])
         return node
@@ -207,11 +223,12 @@ class _Reader:
         kind, text = self.tokens[self.position] if self.position < len(self.tokens) else ("", "")
         if kind == "number":
             self.next()
-            if len(text) > 4000:
+            value = parse_number(text)
+            if value is None:
                 raise TooLarge
             if self.peek() == "_" or self.kind() == "number":
                 raise NotRead
-            return ("number", Fraction(text))
+            return ("number", value)
         if text in _BARS:
             self.next()
             self.bars.append(_BARS[text])
@@ -220,6 +237,8 @@ class _Reader:
             return ("floor" if text == "\\lfloor" else "ceiling" if text == "\\lceil" else "absolute", node)
         if text in _OPEN:
             return self.group()
+        if text == "C" and (pair := self.several("C")) is not None and len(pair) == 2:
+            return ("binomial", *pair)
         if kind == "letter" or text in _GREEK:
             self.next()
             name = text + self.index()
@@ -258,9 +277,26 @@ class _Reader:
             case "\\sqrt":
                 degree = self.group() if self.peek() == "[" else ("number", Fraction(2))
                 return ("root", self.argument(), degree)
+        if name[1:] in OF_SEVERAL:
+            self.position -= 1
+            if arguments := self.several(name):
+                return (name[1:], *arguments)
         if name[1:] not in FUNCTIONS:
             raise NotRead
         return self.function(name[1:])
+
+    def several(self, name: str) -> list[Node] | None:
+        """The arguments of name(a, b, …), in brackets or braces; None when nothing of this kind stands here."""
+        start = self.position
+        self.expect(name)
+        if closing := _OPEN.get(self.accept("(", "\\{")):
+            arguments = [self.sum()]
+            while self.accept(","):
+                arguments.append(self.sum())
+            if len(arguments) > 1 and self.accept(closing):
+                return arguments
+        self.position = start
+        return None
 
     def function(self, name: str) -> Node:
         base = self.argument() if name == "log" and self.accept("_") else None

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headway.verifiers.numbers import last_number
+from headway.verifiers.numbers import last_numbers, negated
 
 _THINK = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 _ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _SIDE_BY_SIDE = re.compile(
-    r"(?:[\s,;.$/|]|\\[,;:]|\\\(|\\\)|\\quad|\\text\s*\{\s*(?:or|and)\s*\}|\b(?:or|and)\b)*", re.IGNORECASE
+    r"(?:[\s,;.$/|*]|\\[,;:]|\\\(|\\\)|\\quad|\\text\s*\{\s*(?:or|and)\s*\}|\b(?:or|and)\b)*", re.IGNORECASE
+)
+_PLACEHOLDER = re.compile(
+    r"(?:\.\.\.|…|\?|\\[lc]?dots)|(?:(?:your|the|final) )*answer(?: here)?", re.IGNORECASE
 )
 _HASHES = re.compile(r"^[ \t]*####(?!#)(.*)$", re.MULTILINE)
-_ANSWER_IS = re.compile(r"\banswer[*_ \t]{0,4}(?:\bis\b|\bequals\b|[:=])([^\n]*)", re.IGNORECASE)
-_STATEMENT_END = re.compile(r"(?<=[^\s.])[.!?;](?:\s|$)|,\s(?:so|since|because|as|which)\b")
+_ANSWER_IS = re.compile(r"\banswer[*_ \t]{0,4}(?:\bis\b|\bequals\b|[:=])", re.IGNORECASE)
+_TAKEN_BACK = re.compile(r"\b(?:wait|sorry|correction|hmm+)\b", re.IGNORECASE)
+_STATEMENT_END = re.compile(r"(?<=[^\s.])[.!?;](?:\s|$)|,\s(?:so|since|because|as|which|not)\b")
 _BOLD = re.compile(r"\*\*(?=[^\s*])([^*]+)\*\*")
 _MATH = re.compile(r"\$([^$]+)\$|\\\(((?:[^\\]|\\[^()])+)\\\)")
 _MAX_CANDIDATES = 64
+_WORD = re.compile(r"[A-Za-z]{2,20}[.!]?")
 _MAX_LINE = 4000
 """Characters at the end of the last line in which an unmarked answer is looked for."""
 
@@ -85,16 +91,22 @@ def boxed(text: str) -> Found | None:
         return Found(None)
     if not found:
         return None
-    contents = [found[-1][2]]
-    for (_, end, content), (start, _, _) in zip(found[-2::-1], found[:0:-1], strict=True):
-        if len(contents) > _MAX_CANDIDATES or not _SIDE_BY_SIDE.fullmatch(text, end, start):
-            break
-        if content and content not in contents:
-            contents.insert(0, content)
+    contents = _side_by_side(found, text)
     answer = ", ".join(contents)
     while (inner := _BOX.match(answer)) and closing_brace(answer, inner.end() - 1) == len(answer) - 1:
         answer = answer[inner.end() : -1].strip()
     return Found(answer or None, len(contents))
+
+
+def _side_by_side(spans: Sequence[tuple[int, int, str]], text: str) -> list[str]:
+    """The content of the last span, after the different ones of those that stand right before it."""
+    contents = [spans[-1][2]]
+    for (_, end, content), (start, _, _) in zip(spans[-2::-1], spans[:0:-1], strict=True):
+        if len(contents) > _MAX_CANDIDATES or not _SIDE_BY_SIDE.fullmatch(text, end, start):
+            break
+        if content and content not in contents and not _PLACEHOLDER.fullmatch(content):
+            contents.insert(0, content)
+    return contents
 
 
 def final_text(response: str) -> str | None:
@@ -108,13 +120,16 @@ def final_text(response: str) -> str | None:
 
 
 def final_answer(response: str) -> Found:
-    """The answer of a response to a mathematical task: the last box after the reasoning, and only where there is
-    no box at all an explicit final statement (`#### X`, "the answer is X", or the end of the last line)."""
+    """The answer of a response to a mathematical task: the last box after the reasoning. Only where there is no box at
+    all, the last `<answer>…</answer>`; without such tags an explicit final statement (`#### X`, "the answer is X"), or
+    what the last line ends with. Answers that stand side by side are one answer, their list."""
     text = after_reasoning(response)
     if text is None:
         return Found(None)
     if (box := boxed(text)) is not None:
         return box
+    if (tagged := _tagged(text)) is not None:
+        return tagged
     return Found(_explicit(text) or _end_of_last_line(text))
 
 
@@ -139,21 +154,46 @@ def tagged_answer(response: str) -> str | None:
 
 
 def _last_tagged(text: str) -> str | None:
-    opened = answer = None
+    sections, _ = _sections(text)
+    return sections[-1][2] if sections else None
+
+
+def _tagged(text: str) -> Found | None:
+    """The last answer section; nothing in it when one is still open; None when there are no sections."""
+    sections, is_open = _sections(text)
+    if is_open:
+        return Found(None)
+    if not sections:
+        return None
+    contents = _side_by_side(sections, text)
+    if len(contents) > 1:
+        return Found(", ".join(contents), len(contents))
+    return Found(_explicit(contents[0]) or contents[0] or None)
+
+
+def _sections(text: str) -> tuple[list[tuple[int, int, str]], bool]:
+    """(start, end, content) of every `<answer>…</answer>`, and whether another one is open."""
+    sections: list[tuple[int, int, str]] = []
+    opened: re.Match[str] | None = None
     for tag in _ANSWER_TAG.finditer(text):
         if not tag.group(1):
-            opened = tag.end()
+            opened = tag
         elif opened is not None:
-            answer, opened = text[opened : tag.start()].strip(), None
-    return answer
+            sections.append((opened.start(), tag.end(), text[opened.end() : tag.start()].strip()))
+            opened = None
+    return sections, opened is not None
 
 
 def _explicit(text: str) -> str | None:
-    """What follows the last `####`, else the last "answer is"."""
+    """What follows the last `####`, else the last "answer is" that is not taken back."""
     if hashes := _hashes(text):
         return hashes
-    statements = (_statement(rest) for rest in reversed(_ANSWER_IS.findall(text)))
-    return next(filter(None, statements), None)
+    taken_back = max((match.end() for match in _TAKEN_BACK.finditer(text)), default=0)
+    for match in reversed(list(_ANSWER_IS.finditer(text, taken_back))):
+        line = text[match.end() : match.end() + _MAX_LINE].partition("\n")[0]
+        if statement := _statement(line):
+            return statement
+    return None
 
 
 def _hashes(text: str) -> str | None:
@@ -164,19 +204,29 @@ def _hashes(text: str) -> str | None:
 
 def _statement(rest: str) -> str:
     """The answer at the start of what follows "the answer is"."""
-    rest = rest[:_MAX_LINE].strip(" \t:")
+    rest = rest.strip(" \t:")
     for pattern in (_BOLD, _MATH):
-        if match := pattern.match(rest):
+        if (match := pattern.match(rest)) and not re.match(r"\s*(?:or|and|,)\b", rest[match.end() :]):
             return next(filter(None, match.groups())).strip()
     return _STATEMENT_END.split(rest, maxsplit=1)[0].strip(" \t*_$")
 
 
 def _end_of_last_line(text: str) -> str | None:
-    """The bold number, else the right-hand side of the last formula, else the last number of the last line."""
+    """The bold number, else the right-hand side of the last formula, else the last number of the last line, with
+    those beside it; a line that is one word or bold as a whole."""
     line = text.strip().rpartition("\n")[2][-_MAX_LINE:]
-    bold = _BOLD.findall(line)
-    if bold and any(character.isdigit() for character in bold[-1]):
-        return bold[-1].strip()
-    if math := [first or second for first, second in _MATH.findall(line)]:
-        return re.split(r"(?<![<>!])=", math[-1])[-1].strip() or None
-    return last_number(line)
+    for pattern in (_BOLD, _MATH):
+        spans = [
+            (match.start(), match.end(), next(filter(None, match.groups())).strip())
+            for match in pattern.finditer(line)
+        ]
+        if pattern is _BOLD and any(map(str.isdigit, line)):
+            spans = [span for span in spans if any(map(str.isdigit, span[2]))]
+        if spans:
+            contents = _side_by_side(spans, line)
+            if negated(line[: spans[-len(contents)][0]]):
+                return None
+            if len(contents) > 1:
+                return ", ".join(contents)
+            return re.split(r"(?<![<>!])=", contents[0])[-1].strip() or None
+    return line if _WORD.fullmatch(line) else last_numbers(line)

@@ -30,8 +30,12 @@ _FUNCTIONS = frozenset({
 
 
 def reasoning_gym(prompt: str, gold: Any, response: str, context: Mapping[str, Any]) -> Verdict:
-    """1 only for full marks of the task's scorer. The context says which entry of which dataset was asked:
-    task, size, seed, params, index. Raises `DataError` when it does not, or when the entry cannot be rebuilt."""
+    """1 only for full marks of the task's scorer; with `partial: true` in the context what the scorer gives. The
+    context says which entry of which dataset was asked: task, size, seed, params, index. Raises `DataError` when it
+    does not, or when the entry cannot be rebuilt."""
+    partial = context.get("partial")
+    if not isinstance(partial, bool | None):
+        raise DataError(f"partial {partial!r} is neither true nor false")
     try:
         key = (
             context["task"],
@@ -40,7 +44,7 @@ def reasoning_gym(prompt: str, gold: Any, response: str, context: Mapping[str, A
             json.dumps(context["params"], sort_keys=True),
         )
         dataset, entry = _entry(*key, context["index"])
-    except (KeyError, IndexError, TypeError, ValueError, AssertionError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AssertionError, AttributeError) as error:
         raise DataError(
             f"no reasoning-gym entry for {dict(context)}: {type(error).__name__}: {error}"
         ) from error
@@ -52,10 +56,14 @@ def reasoning_gym(prompt: str, gold: Any, response: str, context: Mapping[str, A
     answer = tagged_answer(response)
     if not answer:
         return wrong(None, "no_answer")
-    if may_run_code(context["task"], answer):
+    if may_run_code(entry["metadata"].get("source_dataset", context["task"]), answer):
         return wrong(answer, "code")
     score = float(dataset.score_answer(answer, entry))
-    return correct(answer) if score >= NEARLY_ONE else wrong(answer)
+    if score >= NEARLY_ONE:
+        return correct(answer)
+    if partial and score > 0:
+        return Verdict(score=score, reason="partial", extracted=answer)
+    return wrong(answer)
 
 
 def may_run_code(task: str, answer: str) -> bool:

@@ -6,11 +6,13 @@ import re
 import unicodedata
 from fractions import Fraction
 
+from headway.verifiers.units import MEASURE
+
 MAX_DIGITS = 4000
 """Longer numbers, and powers of ten beyond it, are not read as numbers."""
 
 _SPACES = dict.fromkeys(map(ord, "\u2009\u202f\u00a0\u2007\u2008\u200a\u2006\u2005"), "\u2009")
-_SIGNS = dict.fromkeys(map(ord, "−–—‒﹣－"), "-") | dict.fromkeys(map(ord, "﹢＋"), "+")
+_SIGNS = dict.fromkeys(map(ord, "−–—‒‐‑﹣－"), "-") | dict.fromkeys(map(ord, "﹢＋"), "+")
 _INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u2062\u2063"), "")
 _TABLE = _SPACES | _SIGNS | _INVISIBLE
 
@@ -26,11 +28,25 @@ _NUMBER = re.compile(
 )
 _PLAIN = re.compile(r"[+-]?\d{1,18}")
 _SPACED = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_DOT = r"\\dot\s*(?:\{\d\}|\d)"
 _REPEATING = re.compile(
-    r"(?P<sign>[+-]?)(?P<whole>\d*)\.(?P<fixed>\d*)\\(?:overline|bar|dot)\s*\{?(?P<period>\d+)\}?"
+    r"(?P<sign>[+-]?)(?P<whole>\d*)\.(?:(?P<digits>\d+)(?:\.\.\.|\\[lc]?dots)"
+    r"|(?P<fixed>\d*)(?:\\(?:overline|bar)\s*(?P<bar>\{\d+\}|\d)|\((?P<round>\d+)\)"
+    rf"|(?P<dots>{_DOT}(?:\d*{_DOT})?)))"
 )
+_PERIOD = re.compile(r"(\d*?)(?:(\d)\2{2,}|(\d{2,})\3+)")
 _LAST = re.compile(
     rf"(?<![A-Za-z0-9_^.])(?<![_^]\{{)(?<![_^]\{{-)(?:{_FRACTION}|{_SLASH}(?![\d/])|{_DECIMAL}(?:{_EXPONENT})?)"
+)
+_BESIDE = re.compile(r"\s*(?:[,;+*/×·^±-]|,?\s*\b(?:or|and|to)\b)\s*\$?\s*")
+_BELONGS = re.compile(
+    r"\$?(?:\s*\\?%|\s*°\w?|[A-Za-z]+\b|\s*[+*/^(√<>≤≥-]\s*[^\s.].*|\s*(?:\\?pi\b|π|\\sqrt).*|\s+(?:or|and|to)\b.*"
+    rf"|\s+{MEASURE}(?![A-Za-z]))"
+)
+_NEGATED = re.compile(
+    r"(?:\b(?:not|least|most|than|between|except|cannot|never|over|under|below|above|minus)\b|n['’]t\b|[<>≤≥≠√]|\\[lg]eq?|\\neq?|\w\("
+    r"|(?:\d[A-Za-z]|\^\S+|\S/\S+|\))\s*=)[\s$({]*-?$",
+    re.IGNORECASE,
 )
 
 
@@ -52,7 +68,7 @@ def parse_number(text: str) -> Fraction | None:
     """The exact value of a text that is one number and nothing else; None for anything else.
 
     Reads digits with grouping (1,234 or 1\\,234), decimals, powers of ten (1.5e3, 1.5 \\times 10^{3}), fractions
-    (3/4, \\frac{3}{4}), mixed numbers (11 5/6) and repeating decimals (0.\\overline{3}).
+    (3/4, \\frac{3}{4}), mixed numbers (11 5/6) and repeating decimals (0.\\overline{3}, 0.(3), 0.333...).
     """
     text = plain(text).strip()
     if _PLAIN.fullmatch(text):
@@ -76,6 +92,32 @@ def last_number(text: str) -> str | None:
     if last is None:
         return None
     return _sign_before(text, last.start()) + last.group().rstrip(".")
+
+
+def last_numbers(text: str) -> str | None:
+    """The last number in a running text, together with what makes it part of something larger: numbers beside it
+    (41 or 42, 6 * 7), a unit, a term that follows. None when the text denies it, bounds it or gives a multiple of
+    something (not 42, at least 42, 2x = 42)."""
+    text = plain(text).replace("\\$", "$").replace("**", "")
+    found = list(_LAST.finditer(text))
+    if not found:
+        return None
+    first = len(found) - 1
+    while first > 0 and _BESIDE.fullmatch(text, found[first - 1].end(), found[first].start()):
+        first -= 1
+    start = found[first].start()
+    sign = _sign_before(text, start)
+    if negated(text[:start]):
+        return None
+    answer = sign + text[start : found[-1].end()]
+    if more := _BELONGS.match(text, found[-1].end()):
+        answer += more.group()
+    return answer.rstrip(" .,;:!$*")
+
+
+def negated(before: str) -> bool:
+    """Whether what stands before a number denies or bounds it, or makes it the value of something else."""
+    return _NEGATED.search(before[-100:]) is not None
 
 
 def _sign_before(text: str, start: int) -> str:
@@ -117,9 +159,65 @@ def _numerator_denominator(part: str) -> tuple[int, int]:
     return int(numbers[0]), int(numbers[1])
 
 
-def _repeating(match: re.Match[str]) -> Fraction:
+def _repeating(match: re.Match[str]) -> Fraction | None:
     """0.1\\overline{6} = (16 - 1) / 90."""
-    fixed, period = match["fixed"], match["period"]
+    fixed, period = match["fixed"] or "", match["bar"] or match["round"] or match["dots"]
+    if not period:  # 0.1666...: what is seen to repeat
+        shown = _PERIOD.fullmatch(match["digits"])
+        if shown is None:
+            return None
+        fixed, period = shown[1], shown[2] or shown[3]
+    period = re.sub(r"\D", "", period)
     nines = (10 ** len(period) - 1) * 10 ** len(fixed)
     value = int(match["whole"] or 0) + Fraction(int(fixed + period) - int(fixed or 0), nines)
     return -value if match["sign"] == "-" else value
+
+
+_SMALL = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_SPELLED = {word: number for number, word in enumerate(_SMALL)} | {
+    word: 10 * number for number, word in enumerate(_TENS, 2)
+}
+_POWERS = {"hundred": 100, "thousand": 1000, "million": 10**6}
+_ONE_SPELLED = "|".join(sorted([*_SPELLED, *_POWERS], key=len, reverse=True))
+_SPELLED_NUMBER = re.compile(
+    rf"(?:(minus|negative)\s+)?((?:{_ONE_SPELLED})(?:(?:\s+and\s+|\s+|-)(?:{_ONE_SPELLED}))*)(?=\s|%|$)(?!\s+(?:of|or|and)\b)",
+    re.IGNORECASE,
+)
+
+
+def unspelled(text: str) -> str:
+    """Text with a number in words at its beginning ("twenty-five apples") in digits; others as they are."""
+    match = _SPELLED_NUMBER.match(text)
+    number = _read_words(re.findall(_ONE_SPELLED, match[2].lower())) if match else None
+    if match is None or number is None:
+        return text
+    return f"{'-' if match[1] else ''}{number}{text[match.end() :]}"
+
+
+def _read_words(words: list[str]) -> int | None:
+    """The number that English number words make; None when they are several numbers, as "five six"."""
+    total = below = 0
+    previous = 10**9
+    for word in words:
+        if (power := _POWERS.get(word)) is not None:
+            if power == 100:
+                if not 0 < below < 10:
+                    return None
+                below *= 100
+                previous = 100
+                continue
+            if not below:
+                return None
+            total, below, previous = total + below * power, 0, 10**9
+            continue
+        value = _SPELLED[word]
+        smallest_before = 100 if value >= 10 else 20
+        if previous < smallest_before or (value == 0 and len(words) > 1):
+            return None
+        below += value
+        previous = value
+    return total + below

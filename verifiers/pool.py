@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.core.errors import Closed, Starved
-from headway.verifiers.registry import Item, lookup
-from headway.verifiers.verdict import Verdict
+from headway.verifiers.registry import lookup, needed
+from headway.verifiers.verdict import Item, Verdict
 from headway.verifiers.worker import EXIT_MEMORY, Frames, frame
 
 MAX_ATTEMPTS = 2
@@ -51,7 +51,8 @@ class _Batch:
 class _Job:
     batch: _Batch
     position: int
-    name: str
+    names: frozenset[str]
+    """Of the verifiers that it needs."""
     item: bytes
     """The pickled item."""
     attempts: int = 0
@@ -125,7 +126,9 @@ class VerifierPool:
         if not items:
             return []
         batch = _Batch(len(items))
-        jobs = [_Job(batch, position, item[0], pickle.dumps(item)) for position, item in enumerate(items)]
+        jobs = [
+            _Job(batch, position, needed(*item), pickle.dumps(item)) for position, item in enumerate(items)
+        ]
         with self._changed:
             if self._closed:
                 raise Closed("the verifier pool is closed")
@@ -190,7 +193,7 @@ class VerifierPool:
     def _run(self, worker: _Worker | None, jobs: list[_Job]) -> _Worker | None:
         """Scores jobs on the worker, or on a fresh one; returns it, or None if it ended. What the one that ended
         it had not begun goes back to the queue."""
-        names = frozenset(job.name for job in jobs)
+        names = frozenset().union(*(job.names for job in jobs))
         if worker is not None and not names <= worker.names:
             self._end(worker)
             worker = None

@@ -6,15 +6,23 @@ import difflib
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from headway.core.errors import DataError
 from headway.core.plugins import load
+from headway.verifiers.choice import choice
+from headway.verifiers.code import code, code_solution
+from headway.verifiers.composite import expand, weighted
 from headway.verifiers.exact import exact, gold_text
 from headway.verifiers.gym import reasoning_gym
+from headway.verifiers.json_schema import json_schema
+from headway.verifiers.json_schema import present as json_gold
 from headway.verifiers.mathematics import math
 from headway.verifiers.numeric import numeric
-from headway.verifiers.verdict import Verdict, wrong
+from headway.verifiers.pattern import regex
+from headway.verifiers.shaping import length, repetition
+from headway.verifiers.tags import tags
+from headway.verifiers.verdict import Item, Verdict, wrong
 
 Verifier = Callable[[str, Any, str, Mapping[str, Any]], Verdict]
 """(prompt, gold, response, context) -> verdict; pure and deterministic. Raises `DataError` for a gold or context that is
@@ -34,6 +42,10 @@ def tagged_gold(gold: Any, context: Mapping[str, Any]) -> Sequence[str]:
     return () if gold is None else (f"<answer>{gold}</answer>",)
 
 
+def no_gold(gold: Any, context: Mapping[str, Any]) -> Sequence[str]:
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     verify: Verifier
@@ -46,23 +58,19 @@ class Family:
     good. Empty: a gold of this kind is no answer. Raises `DataError`."""
 
 
-class Item(NamedTuple):
-    """One response to be scored."""
-
-    name: str
-    """Of its verifier."""
-    gold: Any
-    response: str
-    context: Mapping[str, Any] = {}
-    """Options of the verifier, and whatever else the dataset's row holds."""
-    prompt: str = ""
-
-
 VERIFIERS: dict[str, Family] = {
     "exact": Family(exact),
     "numeric": Family(numeric, present=plain_gold),
     "math": Family(math, imports=("math_verify", "mpmath")),
     "reasoning_gym": Family(reasoning_gym, imports=("reasoning_gym",), present=tagged_gold),
+    "choice": Family(choice),
+    "tags": Family(tags, present=no_gold),
+    "regex": Family(regex, present=no_gold),
+    "json_schema": Family(json_schema, imports=("jsonschema",), present=json_gold),
+    "length": Family(length, present=no_gold),
+    "repetition": Family(repetition, present=no_gold),
+    "code": Family(code, present=code_solution),
+    "weighted": Family(weighted, present=no_gold),
 }
 
 
@@ -105,16 +113,29 @@ def lookup(name: str) -> Family:
 def _own(name: str) -> Family:
     """A function with the signature of a `Verifier`. Its attributes `version` and `present`, if it has them, are those
     of its `Family`."""
-    function = load(name)
-    if not callable(function):
-        raise DataError(f"verifier {name!r} is {type(function).__name__}, not a function")
-    return Family(
-        function, version=getattr(function, "version", 1), present=getattr(function, "present", _either_way)
-    )
+    verifier: Any = load(name)
+    if not callable(verifier):
+        raise DataError(f"verifier {name!r} is {type(verifier).__name__}, not a function")
+    version, present = getattr(verifier, "version", 1), getattr(verifier, "present", _either_way)
+    return Family(cast(Verifier, verifier), version=version, present=present)
 
 
 def _either_way(gold: Any, context: Mapping[str, Any]) -> Sequence[str]:
     return (*plain_gold(gold, context), *boxed_gold(gold, context))
+
+
+def needed(
+    name: str, gold: Any, response: str, context: Mapping[str, Any] | None = None, prompt: str = ""
+) -> frozenset[str]:
+    """Names of the verifiers that score this item: its own and, of a composite, those of its parts."""
+    if name != "weighted":
+        return frozenset([name])
+    try:
+        return frozenset(
+            [name, *(leaf.name for leaf in expand(Item(name, gold, response, context or {}, prompt)))]
+        )
+    except DataError:  # the verdict will say so
+        return frozenset([name])
 
 
 def preload(names: Iterable[str]) -> None:

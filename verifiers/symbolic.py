@@ -10,15 +10,18 @@ MAX_LENGTH = 300
 MAX_DEPTH = 12
 
 _UNFINISHED = re.compile(r"\\(?:sum|prod|i*int|oint|lim|frac\{d)(?![A-Za-z])")
+_WANTED = re.compile(r"\\(?:sum|prod|i*int|oint|lim|cup|cap|setminus)(?![A-Za-z])")
 _ALLOWED = re.compile(r"[A-Za-z0-9 \\{}()\[\]|^_+\-*/=<>!.,:;&'%]+")
 _TOWER = re.compile(r"\^\s*(?:\{[^{}]*\^|\{?[^{}^]{0,3}\d{4,}|\{[^{}]*!)|\d{3,}\s*[})]*\s*!|!\s*!|\d{25,}|__")
 _PIECES = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|\d+")
 
 
 def same_symbolically(gold: str, answer: str) -> bool:
-    """Whether math-verify finds two canonical LaTeX answers equal. Its own time limits are off (they need signals,
+    """Whether math-verify finds two canonical LaTeX answers with sums, integrals or operations on sets equal. Its own time limits are off (they need signals,
     which only a main thread gets): the limit is the pool's. It never sees more than these two texts, and none that
     leaves a sum, product, integral or limit to do which the gold does not have."""
+    if not _WANTED.search(gold):
+        return False
     if _UNFINISHED.search(answer) and not _UNFINISHED.search(gold):
         return False
     if not _is_safe(gold) or not _is_safe(answer):

@@ -80,8 +80,9 @@ def same_value(left: Node, right: Node) -> bool:
     return equal_complex or compared[True] > 1
 
 
-def proportional(left: Node, right: Node) -> bool:
-    """Whether left = c * right with one constant c other than 0. Raises as `same_value`."""
+def proportional(left: Node, right: Node, same_sign: bool = False) -> bool:
+    """Whether left = c * right with one constant c other than 0, and above it for `same_sign`. Raises as
+    `same_value`."""
     names = symbols(left) | symbols(right)
     if symbols(left) != symbols(right):
         return False
@@ -94,7 +95,11 @@ def proportional(left: Node, right: Node) -> bool:
     if len(values) < 2:
         raise Undefined
     (one, other), *rest = values
-    if one == 0 or other == 0:
+    if (
+        one == 0
+        or other == 0
+        or (same_sign and not (_is_real(one) and _is_real(other) and (one > 0) == (other > 0)))
+    ):
         return False
     return all(close(_multiply(one, second), _multiply(other, first)) for first, second in rest)
 
@@ -141,7 +146,7 @@ def evaluate(node: Node, point: Mapping[str, Fraction]) -> Value:
         raise Undefined
     elif value != 0 and abs(_context().mag(value)) > MAX_LOG2:
         raise TooLarge
-    return value
+    return _plain(value)
 
 
 _local = threading.local()
@@ -161,6 +166,11 @@ def _inexact(value: Value) -> Value:
     if isinstance(value, Fraction):
         return _context().mpf(value.numerator) / value.denominator
     return value
+
+
+def _plain(value: Value) -> Value:
+    """A complex number without an imaginary part as a real one."""
+    return value if isinstance(value, Fraction) or _context().im(value) else _context().re(value)
 
 
 def _is_real(value: Value) -> bool:
@@ -230,6 +240,7 @@ def _root(value: Value, degree: Value) -> Value:
     if not _is_small_integer(degree, 1000) or degree < 1:
         raise Undefined
     n = degree.numerator
+    value = _plain(value)
     if isinstance(value, Fraction):
         sign = -1 if value < 0 else 1
         if sign > 0 or n % 2:
@@ -264,11 +275,29 @@ def _factorial(value: Value) -> Value:
 
 
 def _binomial(n: Value, k: Value) -> Value:
-    if not (_is_small_integer(n, 10_000) and _is_small_integer(k, 10_000)):
-        raise TooLarge if isinstance(n, Fraction) and isinstance(k, Fraction) else Undefined
-    if n < 0 or k < 0:
+    if not all(isinstance(value, Fraction) and value.denominator == 1 and value >= 0 for value in (n, k)):
         raise Undefined
+    if max(n, k) > 10_000:
+        raise TooLarge
     return Fraction(math.comb(n.numerator, k.numerator))
+
+
+def _of_integers(function: Callable[..., int]) -> Callable[..., Value]:
+    def applied(*values: Value) -> Value:
+        if not all(_is_small_integer(value, 10**100) for value in values):
+            raise Undefined
+        return Fraction(function(*(value.numerator for value in values)))
+
+    return applied
+
+
+def _extreme(choose: Callable[..., Value]) -> Callable[..., Value]:
+    def applied(*values: Value) -> Value:
+        if not all(map(_is_real, values)):
+            raise Undefined
+        return choose(values, key=lambda value: _context().re(_inexact(value)))
+
+    return applied
 
 
 def _whole(rounding: Callable[[Any], int]) -> Callable[[Value], Value]:
@@ -325,5 +354,9 @@ _OPERATIONS: dict[str, Callable[..., Value]] = {
     "absolute": _absolute,
     "floor": _whole(math.floor),
     "ceiling": _whole(math.ceil),
+    "gcd": _of_integers(math.gcd),
+    "lcm": _of_integers(math.lcm),
+    "max": _extreme(max),
+    "min": _extreme(min),
     **{name: _function(name) for name in FUNCTIONS},
 }
