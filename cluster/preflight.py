@@ -19,6 +19,8 @@ from headway.core.errors import ConfigError, DataError
 from headway.core.prompts import Prompt, load_prompts
 from headway.learner.pretrained import is_to_be_made, model_folder
 from headway.learner.sft import Demonstration, write_demonstrations
+from headway.verifiers import sandbox
+from headway.verifiers.registry import needed
 
 CHECKED_GOLDS = 100
 CHECKED_LENGTHS = 64
@@ -64,6 +66,9 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
     for warning in warnings(config):
         say(f"warning: {warning}")
     check_golds(config, prompts)
+    runs_code = any("code" in needed(each.verifier, each.gold, "", each.context) for each in prompts)
+    if runs_code and (gap := sandbox.unprotected()):
+        say(f"warning: {gap}")
     if is_to_be_made(config.model.path):
         say(f"making model {config.model.path}, once (about a minute)")
     folder = model_folder(config.model.path)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headway.core import datasets
 from headway.core.config import Config
 from headway.core.errors import ClusterError, ConfigError
 
@@ -54,13 +55,20 @@ def job_folder(config: Config, folder: Path) -> None:
     tree = json.loads(config.model_dump_json())
     tree["cluster"]["address"] = "auto"
     tree["run"]["folder"] = str(config.run.folder.resolve())
+    for key, own in (("data.verifier", config.data.verifier), ("environment.name", config.environment.name)):
+        if own and ".py:" in own and not Path(own).is_absolute():
+            raise ConfigError(
+                f"{key}={own} is a file here and not on the cluster; give an absolute path that every node can read, or a "
+                "module that is installed there"
+            )
     for key in ("source", "eval_source", "demonstrations"):
         source = tree["data"][key]
-        if source is None or source.startswith("reasoning_gym:"):
+        if source is None or source.partition(":")[0] in ("reasoning_gym", *datasets.PACKAGED):
             continue
         path = Path(source)
         if path.is_file() and path.stat().st_size <= LARGEST_SHIPPED_FILE:
-            name = f"{key}{path.suffix}"  # two files of one name would overwrite one another
+            suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+            name = f"{key}{suffix}"  # two files of one name would overwrite one another
             shutil.copy(path, folder / name)
             tree["data"][key] = name
         elif not path.is_absolute():

@@ -54,7 +54,8 @@ class Model(Section):
 
 class Data(Section):
     source: str = "reasoning_gym:chain_sum"
-    """A `.jsonl` or `.parquet` file, or `reasoning_gym:TASK`."""
+    """`.jsonl`, `.jsonl.gz` or `.parquet` files, a folder of Parquet files or of a saved Hugging Face dataset (`:SPLIT`
+    after it chooses a split), `reasoning_gym:TASK`, `multilingual_gsm:LANGUAGE` or `human_eval`."""
     eval_source: str | None = None
     """Held-out prompts for `headway eval`; null: generated tasks with another seed, else no default."""
     prompt_field: str = "prompt"

@@ -564,3 +564,19 @@ def test_light_verifiers_import_nothing_heavy() -> None:
         "exact", "numeric", "math", "reasoning_gym", "choice", "tags", "regex", "json_schema", "length", "repetition",
         "code", "weighted",
     }  # fmt: skip
+
+
+def test_the_documented_policies_are_those_of_the_code(root: Path) -> None:
+    text = (root / "docs/verifiers.md").read_text(encoding="utf-8")
+    table = text.partition("## What means the same")[2].partition("## Code")[0]
+    rows = re.findall(r"^\| ([^|]+) \| `(.+?)` \| `(.+?)` \| ([01]) \|$", table, re.MULTILINE)
+    assert len(rows) > 20
+    wrong = [
+        policy for policy, gold, answer, score in rows if verify("math", gold, answer).score != float(score)
+    ]
+    assert not wrong
+
+
+def test_every_verifier_is_documented(root: Path) -> None:
+    table = (root / "docs/verifiers.md").read_text(encoding="utf-8").partition("## What means")[0]
+    assert {name for name in VERIFIERS if f"| `{name}` |" in table} == set(VERIFIERS)

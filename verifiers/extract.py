@@ -101,8 +101,9 @@ def boxed(text: str) -> Found | None:
 def _side_by_side(spans: Sequence[tuple[int, int, str]], text: str) -> list[str]:
     """The content of the last span, after the different ones of those that stand right before it."""
     contents = [spans[-1][2]]
+    spans = spans[-_MAX_CANDIDATES:]
     for (_, end, content), (start, _, _) in zip(spans[-2::-1], spans[:0:-1], strict=True):
-        if len(contents) > _MAX_CANDIDATES or not _SIDE_BY_SIDE.fullmatch(text, end, start):
+        if not _SIDE_BY_SIDE.fullmatch(text, end, start):
             break
         if content and content not in contents and not _PLACEHOLDER.fullmatch(content):
             contents.insert(0, content)

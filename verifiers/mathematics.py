@@ -22,6 +22,8 @@ from headway.verifiers.verdict import Verdict, correct, wrong
 
 MAX_ANSWER = 2000
 """Longer answers are compared as texts only."""
+MAX_DEPTH = 40
+"""Deepest nesting of lists, names and units that is compared."""
 MAX_ITEMS = 64
 """Longer lists are compared as texts only."""
 
@@ -82,8 +84,11 @@ _canonical_gold = functools.lru_cache(maxsize=1024)(canonical)
 
 
 class _Comparison:
+    """Its rules decide (True, False) or do not apply (None), in their order."""
+
     def __init__(self, relative_tolerance: Fraction) -> None:
         self.relative_tolerance = relative_tolerance
+        self.depth = 0
         self.rules: tuple[Callable[[str, str], bool | None], ...] = (
             self.numbers,
             self.choices,
@@ -102,16 +107,19 @@ class _Comparison:
         )
 
     def same(self, gold: str, answer: str) -> bool:
-        """Whether two canonical texts mean the same. Each rule decides (True, False) or does not apply (None)."""
+        """Whether two canonical texts mean the same. Raises `expressions.TooLarge`."""
         if not gold or not answer:
             return False
         if gold == answer:
             return True
-        for rule in self.rules:
-            decided = rule(gold, answer)
-            if decided is not None:
-                return decided
-        return self.by_value(gold, answer)
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise expressions.TooLarge
+        decided = next((verdict for rule in self.rules if (verdict := rule(gold, answer)) is not None), None)
+        if decided is None:
+            decided = self.by_value(gold, answer)
+        self.depth -= 1
+        return decided
 
     def all_same(self, gold: Sequence[str], answer: Sequence[str]) -> bool:
         return len(gold) == len(answer) and all(map(self.same, gold, answer))
@@ -143,11 +151,18 @@ class _Comparison:
         if one or other:
             return one == other
         one, other = notations.residue(gold), notations.residue(answer)
-        if one is None or other is None:
-            return None if one is other else one is None and other is not None and self.same(gold, other[0])
-        return one[1] == other[1] and self.by_value(
-            f"\\lfloor(({one[0]})-({other[0]}))/{one[1]}\\rfloor", f"(({one[0]})-({other[0]}))/{one[1]}"
-        )
+        if one is None or other is None:  # 2 mod 5 may stand for 2, and 7 mod 5 for nothing else
+            value = parse_number(other[0]) if other else None
+            return (
+                None
+                if one is other
+                else value is not None
+                and other is not None
+                and 0 <= value < other[1]
+                and self.same(gold, other[0])
+            )
+        turns = f"(({one[0]})-({other[0]}))/{one[1]}"
+        return one[1] == other[1] and self.by_value(f"\\lfloor{turns}\\rfloor", turns)
 
     def definitions(self, gold: str, answer: str) -> bool | None:
         """x = 5 beside x = 5 or beside 5."""

@@ -163,7 +163,7 @@ def _repeating(match: re.Match[str]) -> Fraction | None:
     """0.1\\overline{6} = (16 - 1) / 90."""
     fixed, period = match["fixed"] or "", match["bar"] or match["round"] or match["dots"]
     if not period:  # 0.1666...: what is seen to repeat
-        shown = _PERIOD.fullmatch(match["digits"])
+        shown = _PERIOD.fullmatch(match["digits"]) if len(match["digits"]) <= 60 else None
         if shown is None:
             return None
         fixed, period = shown[1], shown[2] or shown[3]
