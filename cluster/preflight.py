@@ -19,8 +19,7 @@ from headway.core.errors import ConfigError, DataError
 from headway.core.prompts import Prompt, load_prompts
 from headway.learner.pretrained import is_to_be_made, model_folder
 from headway.learner.sft import Demonstration, write_demonstrations
-from headway.verifiers import sandbox
-from headway.verifiers.registry import needed
+from headway.verifiers import registry, sandbox
 
 CHECKED_GOLDS = 100
 CHECKED_LENGTHS = 64
@@ -66,7 +65,7 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
     for warning in warnings(config):
         say(f"warning: {warning}")
     check_golds(config, prompts)
-    runs_code = any("code" in needed(each.verifier, each.gold, "", each.context) for each in prompts)
+    runs_code = any("code" in registry.needed(each.verifier, each.gold, "", each.context) for each in prompts)
     if runs_code and (gap := sandbox.unprotected()):
         say(f"warning: {gap}")
     if is_to_be_made(config.model.path):

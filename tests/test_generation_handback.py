@@ -172,7 +172,8 @@ def continues(table: pa.Table, kept: pa.Table) -> None:
     """Every kept token stands where it stood, with its log-probability, in a row that goes on after it."""
     rows = {row["rollout_id"].partition("/")[2]: row for row in table.to_pylist()}
     for part in kept.to_pylist():
-        row, num_kept = rows[part["label"]], len(part["ids"])
+        label = part["label"]  # of a turn of an episode, or of a row
+        row, num_kept = rows.get(label) or rows[label.rpartition("/")[0]], len(part["ids"])
         assert row["response_ids"][:num_kept] == part["ids"]
         assert row["behavior_logprobs"][:num_kept] == part["logprobs"]
         unfinished = part["finish_reason"] == "abort"
