@@ -128,7 +128,7 @@ class Session:
         config, crew, start_s = self.config, self.crew, self.config.generation.start_deadline_s
         say = self.progress.say
         say("placing groups")
-        opening_s = config.cluster.placement_deadline_s * len(config.model_fields) + start_s
+        opening_s = config.cluster.placement_deadline_s * len(crew.replicas) + start_s
         await self._call(crew.open(), "the groups to be placed", "start", opening_s)
         self.port = await self._call(crew.serve_metrics(self.port), "the metrics endpoint", "start")
         self.progress.endpoint(self.port, config.metrics.port)

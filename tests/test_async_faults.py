@@ -182,7 +182,7 @@ DEADLINES: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("call", "number", "waits_s", "goes_on", "event"),
     [
-        ("open", 1, 180, False, None),
+        ("open", 1, 90, False, None),
         ("serve_metrics", 1, 60, False, None),
         ("start_learner", 1, 40, False, None),
         ("start_engine", 1, 50, False, None),
