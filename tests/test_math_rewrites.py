@@ -6,9 +6,18 @@ apply to; every edit of `edits` changes it, unless the edited text is in `UNCHAN
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.verifiers.pool import VerifierPool
+from headway.verifiers.registry import Item, verify
 
 RIGHT: tuple[tuple[str, str], ...] = (
     # numbers
@@ -172,9 +181,7 @@ REWRITES: dict[str, Callable[[str], str]] = {
     "degrees in words": lambda a: re.sub(r"(\d)\^\\circ$", r"\1\\text{ degrees}", a),
     "trailing zero": lambda a: re.sub(r"^(\d+\.\d+)$", r"\g<1>0", re.sub(r"^(-?\d{1,3})$", r"\1.0", a)),
     "\\displaystyle": lambda a: r"\displaystyle " + a,
-    "inverted relation": lambda a: re.sub(
-        r"^(\w+) (<|>) (-?\w+)$", lambda m: f"{m[3]} {'><'['<>'.index(m[2])]} {m[1]}", a
-    ),
+    "inverted relation": lambda a: re.sub(r"^(\w+) \\le (-?\w+)$", r"\2 \\ge \1", a),
 }
 """New text of an answer; the same text where there is nothing to rewrite."""
 
@@ -301,7 +308,7 @@ def edits(answer: str) -> Iterator[tuple[str, str]]:
         parts = answer.split(separator)
         splits = separator != ", " or not _INTERVAL.search(answer)
         whole = _INTERVAL.fullmatch(answer) or answer.startswith((r"\{", r"\text"))
-        if splits and len(parts) > 1 and not whole:
+        if splits and len(parts) > 1 and not whole and re.search(r"\d", parts[0]):
             for place in range(len(parts)):
                 yield "dropped", separator.join(parts[:place] + parts[place + 1 :])
             yield "added", answer + separator + parts[0].replace(re.findall(r"\d", parts[0])[0], "11", 1)
@@ -343,18 +350,16 @@ def edits(answer: str) -> Iterator[tuple[str, str]]:
     yield "hedge", answer + r" \text{ or } 99"
     yield "hedge", answer + r"} or \boxed{99"
     yield "hedge", "99, " + answer
-    yield "unfinished", answer + r"}. Finally \boxed{"
-    yield "unfinished", answer + r"}. Finally \boxed{}"[:-1] + "}"[:0]
+    yield "unfinished", answer + r"}. Finally \boxed{\frac{1}"
     yield "empty", answer + r"}. Finally \boxed{"
 
 
-UNCHANGED: frozenset[str] = frozenset()
-"""Edited answers that still have the meaning of the one that was edited."""
-
-EXCEPTIONS_REWRITTEN: frozenset[tuple[str, str]] = frozenset()
-"""(name of the rewrite, gold) where a right answer is known to be missed."""
-EXCEPTIONS_EDITED: frozenset[str] = frozenset()
-"""Edited answers that are known to be paid although they are wrong."""
+UNCHANGED = frozenset({
+    "00.0003", r"00.1\overline{6}", r"0.1\overline{66}", r"00.\overline{12}", r"\$5.500", r"\$5.5", r"00 \le x < 1",
+    r"t \le 4", r"0 \le t < 1",  # the gold is an interval, which names no variable
+    "€48", r"48\text{ cents}",  # the gold has no unit
+})  # fmt: skip
+"""Edited answers that still mean what the gold means."""
 
 
 @functools.cache
@@ -366,3 +371,117 @@ def changed() -> tuple[tuple[str, str, str], ...]:
         for kind, edited in dict.fromkeys(edits(answer))
         if edited not in UNCHANGED
     )
+
+
+# ------------------------------------------------------------------------------------------------------- tests
+
+
+def failing(rows: Sequence[tuple[str, str, str]], score: float) -> str:
+    """The rows with another score, one a line."""
+    return "\n".join(
+        f"{name}: gold {gold!r}, response {response!r}"
+        for name, gold, response in rows
+        if verify("math", gold, response).score != score
+    )
+
+
+def test_rewritten_answers_are_right() -> None:
+    rows = list(rewritten())
+    assert len(RIGHT) >= 60
+    assert {name for name, _, _ in rows} == {"as it is", *REWRITES, *FRAMES}
+    assert failing(rows, 1.0) == ""
+
+
+def test_edited_answers_are_wrong() -> None:
+    assert len(changed()) > 10 * len(RIGHT)
+    assert failing(changed(), 0.0) == ""
+
+
+def test_edits_that_keep_the_meaning_are_paid() -> None:
+    rows = [
+        ("kept", gold, f"\\boxed{{{edited}}}")
+        for gold, answer in RIGHT
+        for _, edited in edits(answer)
+        if edited in UNCHANGED
+    ]
+    assert {response[7:-1] for _, _, response in rows} == UNCHANGED
+    assert failing(rows, 1.0) == ""
+
+
+ALIKE = (
+    {r"11\frac{5}{6}", r"\frac{71}{6}"},
+    {"120"},
+    {r"35\%", "0.35"},
+    {r"30^\circ", r"\frac{\pi}{6}"},
+    {"x^2+x-6", "(x-2)(x+3)"},
+    {r"(-\infty, 4]", r"x \le 4"},
+)
+"""Golds of several rows that mean the same."""
+
+
+def test_the_answer_to_one_gold_is_no_answer_to_another() -> None:
+    rows = [
+        ("of another", gold, f"\\boxed{{{answer}}}")
+        for (gold, _), (other, answer) in itertools.permutations(RIGHT, 2)
+        if not any({gold, other} <= golds for golds in ALIKE)
+    ]
+    assert failing(rows, 0.0) == ""
+
+
+SAMPLE = [*((gold, response, 1.0) for _, gold, response in itertools.islice(rewritten(), 0, None, 7))] + [
+    (gold, response, 0.0) for _, gold, response in changed()[::7]
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_no_response_raises(data: st.DataObject) -> None:
+    gold, response, _ = data.draw(st.sampled_from(SAMPLE))
+    pieces = st.sampled_from(
+        [
+            *"0123456789+-*/^_{}()[]|<>=,.:!%$&\\ xie",
+            r"\frac",
+            r"\sqrt",
+            r"\boxed{",
+            r"\{",
+            r"\pm",
+            "√",
+            "²",
+            "½",
+        ]
+    )
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(response)))
+        end = start + data.draw(st.integers(0, 2))
+        response = response[:start] + data.draw(pieces) + response[end:]
+    verdict = verify("math", gold, response)
+    assert verdict.score in (0.0, 1.0)
+    assert verdict.reason != "exception"
+
+
+def test_white_space_at_the_end_changes_nothing() -> None:
+    for gold, response, _ in SAMPLE:
+        bare = verify("math", gold, response)
+        assert all(
+            verify("math", gold, response + end) == bare for end in ("\n", "  ", "\t\n \n", "\u00a0\r\n")
+        )
+
+
+def test_threads_and_tasks_change_nothing() -> None:
+    def scores() -> list[float | None]:
+        return [verify("math", gold, response).score for gold, response, _ in SAMPLE]
+
+    async def in_task() -> list[float | None]:
+        return scores()
+
+    expected = [score for _, _, score in SAMPLE]
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(scores).result(60) == expected
+    assert asyncio.run(in_task()) == expected
+
+
+def test_one_verdict_per_sample_in_order() -> None:
+    items = [Item("math", gold, response) for gold, response, _ in SAMPLE]
+    with VerifierPool(2, timeout_s=10.0, memory_mib=512) as pool:
+        verdicts = pool.score(items)
+    assert [verdict.score for verdict in verdicts] == [score for _, _, score in SAMPLE]

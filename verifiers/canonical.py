@@ -19,7 +19,7 @@ _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _SUBSCRIPT_RUN = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _VULGAR = re.compile("[¼½¾⅐-⅞]")
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
-_ROOT = re.compile(r"([√∛∜])\s*(\d+|\w|\()")
+_ROOT = re.compile(r"([√∛∜])\s*(?:\\left\s*)?(\d+|\w|\()")
 _UNICODE = {
     "×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/", "⁄": "/", "∕": "/", "≤": "<=", "⩽": "<=", "≥": ">=", "⩾": ">=",
     "≠": "!=", "≈": r"\approx ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
@@ -41,7 +41,7 @@ _GROUPED_DECIMALS = re.compile(r"(?<=\.)\d{3}(?:\\[,; ]\d{3})*\\[,; ]\d{1,3}(?!\
 _SPACED = re.compile(r"([+-]?\d{1,3}(?: \d{3})+)(?=\.\d|\D|$)(?!\s*\d)")
 _DECIMAL_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _EUROPEAN = re.compile(
-    r"(?<![\d.,])(?:(\d{1,3}(?:\.\d{3})+),(\d+)|(\d{1,3}(?:\.\d{3}){2,})|(\d+),(\d{1,2}|\d{4,}))(?![\d.,])"
+    r"(?<![\d.,])(?:(\d{1,3}(?:\.\d{3})+),(\d+)|(\d{1,3}(?:\.\d{3}){2,})|(\d+),(\d{1,2}|\d{4,}))(?!\d|[.,]\d)"
 )
 _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
@@ -86,18 +86,18 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\&", "&"),
         (r"\\_", "_"),
         (r"(?<!\\)\\(?:[,;:! ]|(?:quad|qquad|enspace|thinspace)(?![A-Za-z]))", " "),
-        (r"~", " "),
         (r"\\\$", "$"),
         (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
         (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
         (r"\\[lc]?dots(?![A-Za-z])", "..."),
         (r"(?:\b(?:negative|minus)\s+|-\s*)infinity\b", r"-\\infty "),
         (r"\b(?:positive\s+)?infinity\b", r"\\infty "),
-        (r"^(?:negative|minus)\s+(?=[\d.(\\])", "-"),
         (r"\*\*", "^"),
         (r"\s+", " "),
     )
 )
+_BOLD = re.compile(r"^\*+\s*(.*?)\s*\*+\.?$", re.DOTALL)
+_NEGATIVE = re.compile(r"^(?:negative|minus)\s+(?=[\d.(\\])")
 _SPACE = re.compile(r" (?![A-Za-z0-9.€£¥¢])|(?<![A-Za-z0-9.%})]) ")
 _HEDGE = re.compile(
     r"^(?:\\approx|about|approximately|roughly|exactly|therefore|thus|so|is|equals|the (?:final )?answer is"
@@ -109,7 +109,7 @@ _LABEL = re.compile(
 )
 _REMARK = re.compile(r"(.*\S)\s*\(([^()]*)\)", re.DOTALL)
 _VALUELESS_REMARK = re.compile(
-    r"(?:approx(?:imately)?|rounded|simplified|exact(?:ly)?)\b[A-Za-z ,]*|\\approx.*", re.IGNORECASE
+    r"(?:approx(?:imately)?|rounded|simplified|exact(?:ly)?)\b[A-Za-z ,]*", re.IGNORECASE
 )
 _NO_SOLUTION = re.compile(
     r"(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?(?:empty|null) set", re.IGNORECASE
@@ -119,18 +119,18 @@ _NO_SOLUTION = re.compile(
 def canonical(text: str, commas: Commas = "group") -> str:
     """The text with one spelling of digits, signs, brackets, spacing and common commands. Its meaning is kept:
     what is not understood stays as it is."""
-    text = _unicode(text.strip().strip("*").strip())
-    text = _ungrouped(text, commas)
+    text = _unicode(_BOLD.sub(r"\1", text.strip()))
+    text = re.sub(r"(?<!\\)\\~|~", " ", _ungrouped(text, commas))
     text = _without_text_commands(text)
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
     text = _dollars(_without_end(text.strip()))
-    text = unspelled(_SPACE.sub("", text).strip())
+    text = unspelled(_NEGATIVE.sub("-", _SPACE.sub("", text).strip()))
     while (shorter := _shorter(text)) != text:
         text = shorter
     if _NO_SOLUTION.fullmatch(text):
         return r"\emptyset"
-    return _before_approximation(text)
+    return text
 
 
 def _shorter(text: str) -> str:
@@ -145,6 +145,8 @@ def _shorter(text: str) -> str:
     value, words = remark.groups()
     if _VALUELESS_REMARK.fullmatch(words) or unspelled(words) == value:
         return value
+    if words.startswith("\\approx"):
+        return value + words
     if (
         value[-1:].isdigit()
         and unspelled(words) == words
@@ -156,15 +158,8 @@ def _shorter(text: str) -> str:
 
 def _without_end(text: str) -> str:
     """Without punctuation at the end; three dots say that digits go on."""
+    text = text.removesuffix(".") if text.endswith("....") else text
     return text.rstrip(" ,;:\\" if text.endswith("...") else " .,;:\\")
-
-
-def _before_approximation(text: str) -> str:
-    """The exact value of `37/3 \\approx 12.33`, and the value of `x \\approx 12.33`."""
-    left, sign, right = text.partition("\\approx")
-    if not sign:
-        return text
-    return right.strip() if re.fullmatch(r"\\?[A-Za-z]+", left.strip()) else left.strip()
 
 
 def _ungrouped(text: str, commas: Commas) -> str:

@@ -169,7 +169,8 @@ def _tagged(text: str) -> Found | None:
     contents = _side_by_side(sections, text)
     if len(contents) > 1:
         return Found(", ".join(contents), len(contents))
-    return Found(_explicit(contents[0]) or contents[0] or None)
+    stated = None if "\\text" in contents[0] else _explicit(contents[0])
+    return Found(stated or contents[0] or None)
 
 
 def _sections(text: str) -> tuple[list[tuple[int, int, str]], bool]:

@@ -26,7 +26,7 @@ _ROW = re.compile(r"\\\\")
 _CELL = re.compile(r"&")
 _ENCLOSED = re.compile(r"(\\\{|\{|\(|\[)(.*?)(\\\}|\}|\)|\])", re.DOTALL)
 _CLOSING = {"\\{": "\\}", "{": "}", "(": ")", "[": "]"}
-_ELEMENTS = re.compile(r"(?:[A-Za-z]|\([A-Za-z](?:,[A-Za-z])+\))\s*\\in\s*(?=\\\{)")
+_ELEMENTS = re.compile(r"([A-Za-z]|\([A-Za-z](?:,[A-Za-z])+\))\s*\\in\s*(?=\\\{)")
 _POINT = re.compile(
     r"(?:[A-Z]|(?:the )?(?:ordered )?(?:point|vertex|center|centre|pair|triple|vector))\s*(?=\()"
 )
@@ -67,7 +67,7 @@ def definition(text: str) -> tuple[str, str] | None:
 
 def is_name(text: str) -> bool:
     if NAME.fullmatch(text):
-        return True
+        return not text.startswith("(") or text == f"({','.join(sorted(text[1:-1].split(',')))})"
     return _NAME_IN_WORDS.fullmatch(text) is not None and not any(
         word in NO_UNITS for word in text.lower().split()
     )
@@ -82,7 +82,8 @@ def collection(text: str) -> Collection | None:
     """None for a text that is one thing."""
     if text == "\\emptyset":
         return Collection("set", [])
-    text = _ELEMENTS.sub("", text, count=1)
+    if (elements := _ELEMENTS.match(text)) and is_name(elements[1]):
+        text = text[elements.end() :]
     if pieces := _CASES.fullmatch(text):
         rows = [row.strip() for row in split_top(pieces[1], _ROW) if row.strip()]
         return None if any("&" in row for row in rows) else Collection("list", rows)

@@ -142,6 +142,8 @@ def _intervals(part: str, variables: set[str]) -> list[Interval] | None:
     ends = split_top(match[2], _COMMA) if match else []
     if match is None or len(ends) != 2 or not all(ends):
         return None
+    if (match[1] == "[" and "infty" in ends[0]) or (match[3] == "]" and "infty" in ends[1]):
+        return None
     return [_interval(ends[0], ends[1], match[1] == "[", match[3] == "]")]
 
 

@@ -61,7 +61,7 @@ class Family:
 VERIFIERS: dict[str, Family] = {
     "exact": Family(exact),
     "numeric": Family(numeric, present=plain_gold),
-    "math": Family(math, imports=("math_verify", "mpmath")),
+    "math": Family(math, version=2, imports=("math_verify", "mpmath")),
     "reasoning_gym": Family(reasoning_gym, imports=("reasoning_gym",), present=tagged_gold),
     "choice": Family(choice),
     "tags": Family(tags, present=no_gold),

@@ -98,7 +98,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 
 def cut_unit(text: str, unit: Unit) -> tuple[str, Unit | None]:
     """Without this unit, should it stand right at the digits: 50m is 50 metres beside an answer in metres."""
-    match = re.fullmatch(r"(.*\d)([A-Za-z].*)", text)
+    match = re.fullmatch(rf"(.*\d)({_UNITS})", text)
     return (match[1], unit) if match and _read(match[2]) == unit else (text, None)
 
 

@@ -110,6 +110,16 @@ def near(gold: Node, answer: Node, relative_tolerance: Fraction) -> bool:
     return bool(abs(one - other) <= _inexact(relative_tolerance) * abs(one))
 
 
+def is_rounding(node: Node, number: Fraction, last_place: Fraction) -> bool:
+    """Whether a number is an expression's value, rounded or cut at this place. Raises as `evaluate`, and `Undefined`
+    for an expression with symbols or without a real value."""
+    value = evaluate(node, {}) if not symbols(node) else None
+    if value is None or not _is_real(value):
+        raise Undefined
+    left_off, place = abs(_inexact(value)) - abs(_inexact(number)), _inexact(last_place)
+    return bool((value < 0) == (number < 0) and -place / 2 <= left_off < place)
+
+
 def close(one: Value, other: Value) -> bool:
     """Equal: exactly for fractions, else relative to their size. Never by an absolute tolerance."""
     if isinstance(one, Fraction) and isinstance(other, Fraction):
