@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from headway.actors.environments import Environment, Observation, Outcome, make
-from headway.actors.samples import Sample
+from headway.actors.samples import Sample, append_spans
 from headway.core import config
 from headway.core.errors import DataError, RolloutFailed
 from headway.core.prompts import Message, Prompt, harmless
@@ -51,15 +51,10 @@ class Voice:
         self.spans[-1]["end"] = len(self.ids)
 
     def say(self, sample: Sample) -> None:
-        shift = len(self.ids)
+        append_spans(self.spans, sample.version_spans, shift=len(self.ids))
         self.ids += sample.ids
         self.mask += [1] * len(sample.ids)
         self.logprobs += sample.logprobs
-        for span in sample.version_spans:
-            if self.spans and self.spans[-1]["version"] == span["version"]:
-                self.spans[-1]["end"] = span["end"] + shift
-            else:
-                self.spans.append({**span, "start": span["start"] + shift, "end": span["end"] + shift})
         self.ends.append(len(self.ids))
         self.rewards.append(None)
         self.finish_reason, self.truncated = sample.finish_reason, sample.truncated

@@ -62,16 +62,20 @@ class Sample:
 
     def then(self, rest: Sample) -> Sample:
         """This unfinished sample and its continuation as one."""
-        shift = len(self.ids)
         spans = [dict(span) for span in self.version_spans]
-        for span in rest.version_spans:
-            if spans and spans[-1]["version"] == span["version"]:
-                spans[-1]["end"] = span["end"] + shift
-            else:
-                spans.append({**span, "start": span["start"] + shift, "end": span["end"] + shift})
+        append_spans(spans, rest.version_spans, shift=len(self.ids))
         return replace(
             rest, ids=[*self.ids, *rest.ids], logprobs=[*self.logprobs, *rest.logprobs], version_spans=spans
         )
+
+
+def append_spans(spans: list[dict[str, int]], more: Sequence[Mapping[str, int]], *, shift: int) -> None:
+    """Adds the version spans of what was sampled after `shift` tokens, those of one version merged."""
+    for span in more:
+        if spans and spans[-1]["version"] == span["version"]:
+            spans[-1]["end"] = span["end"] + shift
+        else:
+            spans.append({**span, "start": span["start"] + shift, "end": span["end"] + shift})
 
 
 def kept_table(samples: Mapping[str, Sample]) -> pa.Table:

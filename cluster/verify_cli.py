@@ -25,7 +25,7 @@ from rich.table import Table
 
 from headway.core.datasets import parse_row
 from headway.core.errors import ConfigError, DataError
-from headway.core.prompts import content_of, load_prompts, text_of
+from headway.core.prompts import content_of, load_prompts, names_code, text_of
 from headway.verifiers.golds import GoldCheck, check_golds
 from headway.verifiers.pool import VerifierPool
 from headway.verifiers.registry import lookup
@@ -140,6 +140,8 @@ def read_item(row: Mapping[str, Any], kind: str, options: Mapping[str, Any]) -> 
         if not isinstance(name, str) or ":" in name:
             raise DataError(f"kind {name!r}: a line may only name a verifier that headway has; use --kind")
         lookup(name)
+    if names_code(row.get("parts")):
+        raise DataError("parts: a line may only name verifiers that headway has; use --params")
     response = row.get("output", row.get("response"))
     if "output" not in row and "response" not in row:
         raise DataError(f"no output among the fields {', '.join(row) or '(none)'}")

@@ -360,3 +360,14 @@ def test_generated_tasks_have_no_faulty_golds() -> None:
     assert done("--audit", "reasoning_gym:chain_sum", "--limit", "5").exit_code == 0
     unchecked = json.loads(done("--audit", "reasoning_gym:graph_color", "--limit", "2", "--json").stdout)
     assert unchecked["reasons"] == {"unchecked": 2}
+
+
+def test_a_line_names_no_code_in_the_parts_of_a_composite() -> None:
+    deep = {
+        "outer": {"verifier": "weighted", "weight": 1, "parts": {"x": {"verifier": "os:system", "weight": 1}}}
+    }
+    for parts in (deep, deep["outer"]["parts"]):
+        with pytest.raises(DataError, match="a line may only name verifiers that headway has"):
+            read_item({"gold": "5", "output": "5", "kind": "weighted", "parts": parts}, "math", {})
+    own = {"parts": {"x": {"verifier": "own.py:score", "weight": 1}}}
+    assert read_item({"gold": "5", "output": "5"}, "weighted", own).context == own

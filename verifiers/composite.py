@@ -105,7 +105,6 @@ def _combined(item: Item, verdicts: Iterator[Verdict], depth: int) -> Verdict:
 
 def _parts(item: Item, depth: int) -> list[_Part]:
     """Raises `DataError`."""
-
     if depth == MAX_DEPTH:
         raise DataError(f"parts stand more than {MAX_DEPTH} deep in each other")
     given = item.context.get("parts")
