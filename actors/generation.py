@@ -6,7 +6,6 @@ Tokens in the rollout table are the sampled tokens; text is only derived from th
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -20,7 +19,7 @@ import pyarrow as pa
 
 from headway.actors.chat import encode, eos_token_ids, follower
 from headway.actors.generation_rows import GroupRequest, GroupSampler
-from headway.actors.generation_traces import Traces, remove_traces
+from headway.actors.generation_traces import Traces, places, prepare, remove_traces
 from headway.actors.samples import Sample, SampleRequest, kept_samples, kept_table
 from headway.core import rollouts
 from headway.core.config import Config
@@ -58,7 +57,7 @@ class GenerationActor:
         self._updating = asyncio.Lock()
         self._serving = asyncio.Event()
         self._leaving = False
-        self._traces = Traces(f"{_places(config)}{replica}")
+        self._traces = Traces(f"{places(config)}{replica}")
         self._shared = self._traces.weights
         self._request_numbers = count()
         self._sampling: set[str] = set()
@@ -71,7 +70,8 @@ class GenerationActor:
     async def start(self) -> None:
         """Starts the engine on the model folder. It serves nothing before the first `update_weights`. What a killed
         actor has left in this place of this run is removed first."""
-        _environment(self._config, self._replica, self._traces.folder)
+        cores = sorted(os.sched_getaffinity(0), reverse=True)  # the learner takes the first ones
+        prepare(self._traces.folder, self._config.generation.threads, self._replica, cores)
         from transformers import AutoTokenizer
         from vllm import AsyncEngineArgs
         from vllm.config import WeightTransferConfig
@@ -94,7 +94,7 @@ class GenerationActor:
             self._pressure = Pressure(*args)
             return self._pressure
 
-        remove_traces(_places(config))
+        remove_traces(places(config))
         self._engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=self._model_folder,
@@ -145,7 +145,7 @@ class GenerationActor:
             try:
                 return await self._update(manifest, buckets)
             except EngineDeadError as error:
-                raise EngineDead(f"engine {self._replica}") from error
+                raise EngineDead("generation", self._replica) from error
 
     async def _update(self, manifest: Manifest, buckets: tuple[np.ndarray, ...]) -> dict[str, float]:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -239,7 +239,7 @@ class GenerationActor:
                 await self._engine.abort(list(self._sampling))
                 await asyncio.sleep(0.005)
         except EngineDeadError as error:
-            raise EngineDead(f"engine {self._replica}") from error
+            raise EngineDead("generation", self._replica) from error
 
     async def take_back(self, group_id: int) -> pa.Table | None:
         """The samples of a group that was handed back (`KEPT_SCHEMA`), those that it came with among them; None when
@@ -329,7 +329,7 @@ class GenerationActor:
         except TimeoutError:
             raise RolloutFailed("straggler", f"{what} passed {deadline_s:.0f} s") from None
         except EngineDeadError as error:
-            raise EngineDead(f"engine {self._replica}") from error
+            raise EngineDead("generation", self._replica) from error
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return encode(self._tokenizer, prompt, chat_template=self._config.model.chat_template)
@@ -365,26 +365,6 @@ class GenerationActor:
             self._engine.shutdown()
             del self._engine  # its finaliser needs modules that are gone at interpreter exit
         self._traces.remove()
-
-
-def _places(config: Config) -> str:
-    """How the names of all engines of this run begin on a host."""
-    run = hashlib.blake2b(str(config.run_folder.resolve()).encode(), digest_size=4).hexdigest()
-    return f"headway-{config.run.name}-{run}-"
-
-
-def _environment(config: Config, replica: int, folder: Path) -> None:
-    """vLLM reads these when it is imported, and in its processes. `folder` is for their sockets."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only, and it would win over `kv_cache_gib`
-    threads = config.generation.threads
-    if threads:
-        cores = sorted(os.sched_getaffinity(0), reverse=True)
-        mine = [cores[(replica * threads + i) % len(cores)] for i in range(threads)]
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(set(mine))))
 
 
 def _lay_out(path: Path, manifest: Manifest, buckets: tuple[np.ndarray, ...]) -> list[WireEntry]:

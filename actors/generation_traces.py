@@ -7,13 +7,17 @@ engine's because one of its processes has it mapped.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Sequence
 from glob import escape
 from pathlib import Path
+
+from headway.core.config import Config
 
 SHARED = Path("/dev/shm")
 ENGINE_FILES = ("psm_", "sem.mp-", "vllm_dist_")
@@ -21,6 +25,25 @@ ENGINE_FILES = ("psm_", "sem.mp-", "vllm_dist_")
 
 Process = tuple[int, int]
 """Process id and when the process began (clock ticks since boot): together never used again."""
+
+
+def places(config: Config) -> str:
+    """How the names of all engines of this run begin on a host."""
+    run = hashlib.blake2b(str(config.run_folder.resolve()).encode(), digest_size=4).hexdigest()
+    return f"headway-{config.run.name}-{run}-"
+
+
+def prepare(folder: Path, threads: int, replica: int, cores: Sequence[int]) -> None:
+    """Sets what vLLM reads when it is imported, and in its processes. `folder` is for their sockets; on CPUs the replica
+    computes on its `threads` (0: all) of `cores`."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only, and it would win over `kv_cache_gib`
+    if threads:
+        mine = {cores[(replica * threads + number) % len(cores)] for number in range(threads)}
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(mine)))
 
 
 class Traces:

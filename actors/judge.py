@@ -9,126 +9,83 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 
 from headway.actors.chat import encode, eos_token_ids
 from headway.actors.extra_rollouts import fold
 from headway.actors.generation_rows import all_of
-from headway.actors.generation_traces import Traces, remove_traces
+from headway.actors.generation_traces import Traces, places, prepare, remove_traces
+from headway.core.config import JUDGE_VERDICT_TOKENS, Config
 from headway.core.errors import ConfigError, DataError, EngineDead
 from headway.core.metrics import Recorder, Update
 from headway.core.prompts import Prompt
-from headway.core.rollouts import replace_column
+from headway.core.rollouts import judged_text, replace_column
 from headway.verifiers.composite import combine, expand
 from headway.verifiers.extract import after_reasoning
-from headway.verifiers.judging import NO_VERDICT, Rubric, judge_messages, read_verdict, rubric_of, settled
+from headway.verifiers.golds import MEANINGLESS
+from headway.verifiers.judging import (
+    JUDGE,
+    NO_VERDICT,
+    Rubric,
+    judge_messages,
+    read_verdict,
+    rubric_of,
+    settled,
+)
 from headway.verifiers.pending import pending, with_pending
 from headway.verifiers.verdict import Item, Verdict, wrong
 
 TIMEOUT = "judge_timeout"
 TOO_LONG = "judge_too_long"
-VERDICT_TOKENS = 16
-"""For a verdict that is chosen, spelled out character by character if need be."""
-CLOSING_TOKENS = 64
-"""For what comes between the judge's words and a verdict that is chosen."""
 LEAST_CHARS = 200
 """An answer of which no more than this would fit into the judge's prompt is not judged."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JudgeSettings:
-    place: str
-    """How the names of all engines of this run begin on a host."""
-    dtype: str = "bfloat16"
-    seed: int = 0
-    max_model_len: int = 8192
-    """Tokens of the judge's prompt and answer. Of a response that does not fit the middle is left out."""
-    max_new_tokens: int = 1024
-    """Of one answer; 0: the verdict at once, without reasons."""
-    force_verdict: bool = True
-    """Choose a verdict where the answer ends without one; off: the response stays unscored."""
-    votes: int = 1
-    """Answers per response."""
-    vote: Literal["mean", "majority"] = "mean"
-    """What several votes come to; the majority of equally frequent scores is the lowest."""
-    temperature: float = 0.0
-    """0: greedy; at most 2."""
-    max_response_chars: int = 20_000
-    """Of a longer response the middle is left out."""
-    deadline_s: float = 300.0
-    """A vote that takes longer, its wait for the engine included, leaves its response unscored (seconds)."""
-    max_concurrent_requests: int = 64
-    gpus: float = 0.0
-    threads: int | None = None
-    """Cores on CPUs; null: all."""
-    gpu_memory_utilization: float = 0.9
-    kv_cache_gib: float = 1.0
-    """On CPUs."""
-
-    def __post_init__(self) -> None:
-        if self.votes > 1 and self.temperature == 0:
-            raise ConfigError(
-                "several votes of a greedy judge are all the same; raise its temperature above 0"
-            )
-        if not 0 <= self.temperature <= 2:
-            raise ConfigError(f"the judge's temperature={self.temperature} is not between 0 and 2")
-        if self.max_new_tokens == 0 and not self.force_verdict:
-            raise ConfigError("a judge without new tokens and without a forced verdict never gives one")
-        if self.room < 1:
-            raise ConfigError(
-                f"the judge's max_new_tokens={self.max_new_tokens} leave no room for a prompt in its max_model_len="
-                f"{self.max_model_len}"
-            )
-
-    @property
-    def room(self) -> int:
-        """Tokens of its prompt."""
-        return self.max_model_len - self.max_new_tokens - CLOSING_TOKENS - VERDICT_TOKENS
-
-
 class JudgeActor:
-    """A plain class; whoever runs it decides where. `start` must have returned before `score`."""
+    """`judge.model` must be a folder by now. `start` must have returned before `score`."""
 
-    def __init__(self, settings: JudgeSettings, model_folder: str, replica: int) -> None:
-        self._settings = settings
-        self._model_folder = model_folder
+    def __init__(self, config: Config, replica: int) -> None:
+        self._config = config
+        self._settings = config.judge
         self._replica = replica
         self._recorder = Recorder()
-        self._traces = Traces(f"{settings.place}judge{replica}")
+        self._traces = Traces(f"{places(config)}judge{replica}")
         self._numbers = count()
 
-    async def start(self) -> None:
-        """Starts the engine. What a killed actor of this run has left on the host is removed first. Raises `DataError`
-        for a model without a chat template."""
+    async def start(self, known: Sequence[Prompt] = ()) -> None:
+        """Starts the engine, and tries it on prompts whose golds are answers. What a killed actor of this run has left
+        on the host is removed first. Raises `DataError` for a model without a chat template, and for one that does not
+        rate the golds of `known` above a meaningless answer."""
         settings = self._settings
-        _environment(settings, self._replica, self._traces.folder)
+        folder = settings.model
+        if folder is None:
+            raise ConfigError("judge.model is null: there is no model to judge with")
+        prepare(self._traces.folder, settings.threads, self._replica, sorted(os.sched_getaffinity(0)))
         from transformers import AutoTokenizer
         from vllm import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(self._model_folder)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         if not self._tokenizer.chat_template:
-            raise DataError(f"judge {self._model_folder} has no chat template; it must be a chat model")
-        self._eos_ids = eos_token_ids(Path(self._model_folder), self._tokenizer)
+            raise DataError(f"judge.model={folder} has no chat template; it must be a chat model")
+        self._eos_ids = eos_token_ids(Path(folder), self._tokenizer)
         self._special_tokens = special_tokens(self._tokenizer)
         self._opening = "<think>" if opens_reasoning(self._tokenizer) else ""
         on_cpu = current_platform.is_cpu()
-        remove_traces(settings.place)
+        remove_traces(places(self._config))
         self._engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
-                model=self._model_folder,
+                model=folder,
                 dtype=settings.dtype,  # pyright: ignore[reportArgumentType]
-                seed=settings.seed,
+                seed=self._config.run.seed,
                 enforce_eager=on_cpu,
                 tensor_parallel_size=max(1, int(settings.gpus)),
                 max_model_len=settings.max_model_len,
@@ -143,6 +100,21 @@ class JudgeActor:
             )
         )
         self._traces.note()
+        await self._try(known)
+
+    async def _try(self, known: Sequence[Prompt]) -> None:
+        async def points(prompt: Prompt, response: str) -> float:
+            item = Item(prompt.verifier, prompt.gold, response, prompt.context, prompt.text)
+            leaves = [leaf for leaf in expand(item) if leaf.name == JUDGE]
+            return sum(v.score or 0.0 for v in await all_of(self._leaf(leaf, "known") for leaf in leaves))
+
+        golds = sum(await all_of(points(prompt, str(prompt.gold)) for prompt in known))
+        others = sum(await all_of(points(prompt, MEANINGLESS) for prompt in known))
+        if known and golds <= others:
+            raise DataError(
+                f"judge.model={self._settings.model} gives the golds of {len(known)} prompts {golds:g} points in all, and "
+                f"the meaningless answer {MEANINGLESS} {others:g}: it cannot judge them; choose another model or rubric"
+            )
 
     async def score(self, table: pa.Table, prompt: Prompt) -> pa.Table:
         """The rollout table with `reward`, `reward_parts`, `verdict_reason` and `timing.scored` filled in where a verdict
@@ -173,9 +145,7 @@ class JudgeActor:
     async def _row(self, prompt: Prompt, row: dict[str, Any], leaves: Sequence[Verdict | None]) -> Verdict:
         """The verdict on one response, from those on its leaves."""
         started = time.monotonic()
-        answer = json.loads(row["extra"] or "{}").get(
-            "answer", row["text"]
-        )  # of an episode what it said last
+        answer = judged_text(row["text"], row["extra"])
         item = Item(prompt.verifier, prompt.gold, answer, prompt.context, prompt.text)
         parts = expand(item)
         judged = iter(
@@ -200,7 +170,7 @@ class JudgeActor:
         prompt_ids = self._prompt_ids(item, rubric)
         if isinstance(prompt_ids, Verdict):
             return prompt_ids
-        seeds = [_seed(self._settings.seed, name, vote) for vote in range(self._settings.votes)]
+        seeds = [_seed(self._config.run.seed, name, vote) for vote in range(self._settings.votes)]
         votes = await all_of(self._in_time(prompt_ids, rubric, seed) for seed in seeds)
         return settled(votes, self._settings.vote)
 
@@ -234,7 +204,7 @@ class JudgeActor:
         except TimeoutError:
             return Verdict(score=None, reason=TIMEOUT)
         except EngineDeadError as error:
-            raise EngineDead(f"judge {self._replica}") from error
+            raise EngineDead("judge", self._replica) from error
 
     async def _vote(self, prompt_ids: list[int], rubric: Rubric, seed: int) -> Verdict:
         settings = self._settings
@@ -252,7 +222,7 @@ class JudgeActor:
         end = "\n</think>" if after_reasoning(text) is None else ""
         closing = self._tokenizer(f"{end}\n\nVerdict:", add_special_tokens=False)["input_ids"]
         choice = [f" {answer}" for answer in rubric.answers]
-        chosen, _ = await self._ask([*prompt_ids, *ids, *closing], VERDICT_TOKENS, seed, choice)
+        chosen, _ = await self._ask([*prompt_ids, *ids, *closing], JUDGE_VERDICT_TOKENS, seed, choice)
         return read_verdict(f"Verdict: {self._tokenizer.decode(chosen).strip()}", rubric)
 
     async def _ask(
@@ -316,16 +286,3 @@ def opens_reasoning(tokenizer: Any) -> bool:
 def _seed(run_seed: int, name: str, vote: int) -> int:
     """The same vote for the same response, however often and wherever it is judged."""
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{name}/{vote}".encode(), digest_size=7).digest())
-
-
-def _environment(settings: JudgeSettings, replica: int, folder: Path) -> None:
-    """vLLM reads these when it is imported, and in its processes. `folder` is for their sockets."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only, and it would win over `kv_cache_gib`
-    if threads := settings.threads:
-        cores = sorted(os.sched_getaffinity(0))
-        mine = {cores[(replica * threads + number) % len(cores)] for number in range(threads)}
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(mine)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Sequence
@@ -11,12 +10,18 @@ from typing import Any
 import pyarrow as pa
 
 from headway.actors.extra_rollouts import fold
+from headway.actors.http_scorer import HttpScorer
+from headway.core.config import Verifiers
 from headway.core.errors import HeadwayError
 from headway.core.metrics import VERIFIER_ERRORS, Recorder, Update
 from headway.core.prompts import Prompt
-from headway.core.rollouts import replace_column
+from headway.core.rollouts import judged_text, replace_column
+from headway.verifiers.composite import combine, expand
 from headway.verifiers.golds import check_golds
+from headway.verifiers.judging import JUDGE
+from headway.verifiers.pending import HTTP, PENDING, with_pending
 from headway.verifiers.pool import VerifierPool
+from headway.verifiers.registry import needed
 from headway.verifiers.verdict import Item, Verdict
 
 _UNSCORED_OR_LIMIT = ("timeout", "memory", "exception")
@@ -24,18 +29,23 @@ _UNSCORED_OR_LIMIT = ("timeout", "memory", "exception")
 
 
 class VerifierWorker:
-    """Scores responses in killable processes. All methods may be called from several threads at a time."""
+    """Scores responses in killable processes, and what is for a scorer behind HTTP there. All methods may be called from
+    several threads at a time."""
 
-    def __init__(self, processes: int, timeout_s: float, memory_mib: int) -> None:
-        """Starts the processes. Raises `HeadwayError` when they do not tell a right answer from a wrong one."""
-        self._pool = VerifierPool(processes, timeout_s, memory_mib)
+    def __init__(self, settings: Verifiers, before_judge: bool = False) -> None:
+        """Starts the processes. `before_judge`: verdicts of verifier `judge` are left to a later stage, which also folds
+        extra rows. Raises `HeadwayError` when the processes do not tell a right answer from a wrong one, and `ConfigError`
+        for an HTTP scorer that cannot be one."""
+        self._before_judge = before_judge
+        self._http = _http_scorer(settings)
+        self._pool = VerifierPool(settings.processes, settings.timeout_s, settings.memory_mib)
         self._recorder = Recorder()
         self._recording = threading.Lock()
         right, wrong = self._pool.score(
             [Item("numeric", "5", "2 + 3 = 5"), Item("numeric", "5", "2 + 3 = 6")]
         )
         if (right.score, wrong.score) != (1.0, 0.0):
-            self._pool.close()
+            self.close()
             raise HeadwayError(
                 f"verifier processes do not work: a right answer got {right}, a wrong one {wrong}"
             )
@@ -44,14 +54,32 @@ class VerifierWorker:
         """The rollout table with `reward` (null when unscored), `reward_parts`, `verdict_reason` and
         `timing.scored` filled in. What is scored is the column `text`, of an episode what its agent said last (`answer` in
         `extra`); rows that their environment has judged keep its verdict. Extra rows are scored too, and then folded
-        into `values` (`extra_rollouts.fold`): they are not in the returned table."""
+        into `values` (`extra_rollouts.fold`): they are not in the returned table.
+
+        Before a judge, a response of which it has to judge something has no reward yet, reason `pending`, and what is
+        known so far in `extra` (`with_pending`); extra rows stay."""
         rows = table.select(["text", "reward", "reward_parts", "verdict_reason", "extra"]).to_pylist()
-        results = iter(
-            self._pool.score_timed([_item(prompt, row) for row in rows if row["verdict_reason"] is None])
-        )
-        scored = [next(results) if row["verdict_reason"] is None else (_known(row), None) for row in rows]
-        verdicts = [verdict for verdict, _ in scored]
-        self._record(verdicts, [seconds for _, seconds in scored if seconds is not None])
+        answers = {
+            number: Item(
+                prompt.verifier,
+                prompt.gold,
+                judged_text(row["text"], row["extra"]),
+                prompt.context,
+                prompt.text,
+            )
+            for number, row in enumerate(rows)
+            if row["verdict_reason"] is None
+        }
+        found = dict(zip(answers, self._verdicts(list(answers.values())), strict=True))
+        verdicts = [found[number][0] if number in found else _known(row) for number, row in enumerate(rows)]
+        self._record(verdicts, [seconds for _, _, seconds in found.values()])
+        if self._before_judge:
+            extras = [row["extra"] for row in rows]
+            for number, (verdict, leaves, _) in found.items():
+                if verdict.reason == PENDING:
+                    left = [None if leaf.reason == PENDING else leaf for leaf in leaves]
+                    extras[number] = with_pending(extras[number], left)
+            table = replace_column(table, "extra", extras)
         now = time.time()
         columns: dict[str, list[Any]] = {
             "reward": [verdict.score for verdict in verdicts],
@@ -64,7 +92,27 @@ class VerifierWorker:
         }
         for name, values in columns.items():
             table = replace_column(table, name, values)
-        return fold(table)
+        return table if self._before_judge else fold(table)
+
+    def _verdicts(self, items: Sequence[Item]) -> list[tuple[Verdict, list[Verdict], float]]:
+        """On each item: the verdict, those on its leaves, and the seconds in the pool. A composite is one job of the pool
+        unless some leaf is scored elsewhere."""
+        split = [expand(item) if needed(*item) & {HTTP, JUDGE} else [item] for item in items]
+        flat = [leaf for leaves in split for leaf in leaves]
+        timed = self._pool.score_timed(flat)
+        verdicts = [verdict for verdict, _ in timed]
+        remote = [number for number, leaf in enumerate(flat) if leaf.name == HTTP]
+        if self._http is not None and remote:
+            answers = self._http.score([flat[number] for number in remote])
+            for number, verdict in zip(remote, answers, strict=True):
+                verdicts[number] = verdict
+        results: list[tuple[Verdict, list[Verdict], float]] = []
+        start = 0
+        for item, leaves in zip(items, split, strict=True):
+            own = slice(start, start := start + len(leaves))
+            verdict = verdicts[own][0] if leaves == [item] else combine(item, verdicts[own])
+            results.append((verdict, verdicts[own], sum(seconds for _, seconds in timed[own])))
+        return results
 
     def check_golds(self, prompts: Sequence[Prompt], limit: int) -> list[str]:
         """Scores the gold answers of the first `limit` prompts as if they were responses, and a meaningless answer
@@ -81,25 +129,38 @@ class VerifierWorker:
     def drain_updates(self) -> list[Update]:
         """Metric updates since the last call."""
         with self._recording:
-            return self._recorder.drain()
+            updates = self._recorder.drain()
+        return [*updates, *(self._http.drain_updates() if self._http is not None else ())]
 
     def close(self) -> None:
         """Ends all processes; calls that wait for a verdict raise `Closed`."""
         self._pool.close()
+        if self._http is not None:
+            self._http.close()
 
     def _record(self, verdicts: list[Verdict], seconds: list[float]) -> None:
         with self._recording:
             self._recorder.observe("headway_verifier_seconds", seconds)
             for verdict in verdicts:
+                if verdict.reason == PENDING and self._before_judge:
+                    continue
                 if verdict.score is None or verdict.reason in _UNSCORED_OR_LIMIT:
                     # Reasons are as many as verifiers care to give; labels are few.
                     label = verdict.reason if verdict.reason in VERIFIER_ERRORS else "other"
                     self._recorder.inc("headway_verifier_errors_total", label=label)
 
 
-def _item(prompt: Prompt, row: dict[str, Any]) -> Item:
-    answer = json.loads(row["extra"] or "{}").get("answer", row["text"])
-    return Item(prompt.verifier, prompt.gold, answer, prompt.context, prompt.text)
+def _http_scorer(settings: Verifiers) -> HttpScorer | None:
+    if settings.http_url is None:
+        return None
+    return HttpScorer(
+        settings.http_url,
+        batch_size=settings.http_batch_size,
+        timeout_s=settings.http_timeout_s,
+        deadline_s=settings.http_deadline_s,
+        retries=settings.http_retries,
+        token_env=settings.http_token_env,
+    )
 
 
 def _known(row: dict[str, Any]) -> Verdict:

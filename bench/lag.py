@@ -18,7 +18,7 @@ import torch
 
 from headway.actors.generation import GenerationActor, GroupRequest
 from headway.actors.verifier import VerifierWorker
-from headway.core.config import Config, parse_config
+from headway.core.config import Config, Verifiers, parse_config
 from headway.core.prompts import Prompt, PromptStream, load_prompts
 from headway.core.weights import Manifest
 from headway.learner.pretrained import model_folder
@@ -120,7 +120,7 @@ async def measure(steps: int, seeds: int, learning_rate: float, lags: list[int])
         "reasoning_gym:chain_sum", verifier="math", num_prompts=4000, seed=0, params=params
     )
     engine = GenerationActor(config, str(folder), 0)
-    verifier = VerifierWorker(1, 5.0, 1024)
+    verifier = VerifierWorker(Verifiers(processes=1, timeout_s=5.0, memory_mib=1024))
     results = []
     try:
         await engine.start()

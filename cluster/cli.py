@@ -77,7 +77,7 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
     checkpoint = prepare_folder(config, resume=resume, overwrite=overwrite)
     # Heavy modules only now, when what can be known without them is known.
     from headway.cluster.placement import check_resources, connect, disconnect
-    from headway.cluster.preflight import encode_demonstrations, preflight, prompts_of
+    from headway.cluster.preflight import encode_demonstrations, known_to_judge, preflight, prompts_of
     from headway.cluster.progress import Progress
     from headway.cluster.ray_crew import RayCrew
     from headway.cluster.report import write_report
@@ -106,7 +106,9 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
         check_resources(config)
         run = Run(
             config=config,
-            crew=lambda: RayCrew(config, config.run_folder.resolve(), str(checked.model_folder)),
+            crew=lambda: RayCrew(
+                config, config.run_folder.resolve(), str(checked.model_folder), known=known_to_judge(prompts)
+            ),
             prompts=PromptStream(prompts, config.run.seed),
             longest_prompt=checked.longest_prompt,
             progress=progress,
@@ -165,36 +167,40 @@ def submit(
 
 @app.command()
 def scale(
-    wanted: Annotated[str, typer.Argument(help="generation=N", show_default=False)],
+    wanted: Annotated[
+        str, typer.Argument(help="generation=N, or a group of scorers, e.g. verifiers=N", show_default=False)
+    ],
     run: Annotated[
         str | None, typer.Option(help="Folder or name of the run; default: the only one that runs.")
     ] = None,
     address: Annotated[str | None, typer.Option(help="Ray address of its cluster.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Change the number of engines of a run while it trains.
+    """Change the number of engines or scorers of a run while it trains.
 
     New engines serve once they hold the newest weights. Those that leave finish their groups, or hand them on to the
-    others with the tokens that they have.
+    others with the tokens that they have. Scorers that can be scaled are those whose weights do not change.
 
     Examples:
 
     `headway scale generation=3`
 
     `headway scale generation=1 --run runs/demo`
+
+    `headway scale verifiers=4`
     """
     from headway.cluster.control import scale as ask
 
-    role, _, number = wanted.partition("=")
-    if role.removesuffix(".replicas") != "generation" or not number.isdecimal():
-        raise ConfigError(f"{wanted!r}: say generation=N, for example generation=3")
-    answer = ask(run, address, int(number))
+    group, _, number = wanted.partition("=")
+    if not group or not number.isdecimal():
+        raise ConfigError(f"{wanted!r}: say GROUP=N, for example generation=3")
+    answer = ask(run, address, group.removesuffix(".replicas"), int(number))
     if as_json:
         print(json.dumps(answer))
         return
     console.print(
-        f"generation: {answer['before']} -> {answer['target']} engines ({answer['serving']} serve now, learner at "
-        f"version {answer['version']})",
+        f"{answer['group']}: {answer['before']} -> {answer['target']} ({answer['serving']} serve now, learner at version "
+        f"{answer['version']})",
         highlight=False,
     )
 

@@ -68,8 +68,8 @@ class Mailbox:
             del self._answers[ticket]
 
 
-def scale(target: str | None, address: str | None, replicas: int) -> dict[str, Any]:
-    """Asks a running run for another number of engines; returns the driver's answer.
+def scale(target: str | None, address: str | None, group: str, replicas: int) -> dict[str, Any]:
+    """Asks a running run for another number of replicas of a group; returns the driver's answer.
 
     `target`: a run folder, or a run's name; None: the only run on the cluster. `address`: of the cluster; None: the
     one that the run folder names, else RAY_ADDRESS, else the one on this machine. Raises `UserError` for a target that
@@ -77,8 +77,8 @@ def scale(target: str | None, address: str | None, replicas: int) -> dict[str, A
     or no answer.
     """
     if replicas < 1:
-        raise UserError(f"generation={replicas}: a run needs at least one engine")
-    return request(target, address, "scale", replicas)
+        raise UserError(f"{group}={replicas}: a run needs at least one")
+    return request(target, address, "scale", (group, replicas))
 
 
 def request(target: str | None, address: str | None, kind: str, value: Any) -> dict[str, Any]:

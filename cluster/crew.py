@@ -80,11 +80,26 @@ class Crew(Protocol):
         """Actors by role, the engines left out."""
         ...
 
+    @property
+    def elastic(self) -> tuple[str, ...]:
+        """Scorers of which there may be more or fewer at any time: nothing of theirs changes during the run."""
+        ...
+
+    def backlog(self, role: str) -> int:
+        """Groups that are at this scorer now, waiting or being scored."""
+        ...
+
+    async def resize(self, role: str, replicas: int) -> None:
+        """As many replicas of an elastic scorer: new ones get groups once they can score, those that leave end the groups
+        that they have first, for a while; what is then left is scored by others. Raises `ClusterError` when the cluster
+        has no room, and then nothing has changed."""
+        ...
+
     # requests from outside
 
     async def next_request(self) -> tuple[int, str, Any]:
         """The next request that someone made of this run, as (ticket, kind, value). Waits for as long as there is
-        none. Kind `scale`: the value is the number of engines that the run is to have."""
+        none. Kind `scale`: the value is (group, replicas that the run is to have)."""
         ...
 
     async def answer(self, ticket: int, value: Any) -> None:

@@ -1,5 +1,5 @@
-"""Two controllers of elastic generation: how many groups an engine may hold, and how many engines the run is to have.
-Pure: no clock, no Ray."""
+"""The controllers of elastic groups: how many groups of rollouts an engine may hold, how many engines the run is to
+have, and how many replicas of a scorer. Pure: no clock, no Ray."""
 
 from __future__ import annotations
 
@@ -122,3 +122,37 @@ class Autoscaler:
         if waited < FED * total and blocked * target > total and target > self.lowest and not remembered:
             return target - 1
         return target
+
+
+CROWDED, SPARSE = 2.0, 0.5
+"""Groups for each place of a scorer,"""
+IMPATIENCE, PATIENCE = 3, 60
+"""and for how many observations, before there is one replica more or one fewer."""
+
+
+class Backlog:
+    """Replicas of a scorer, between `lowest` and `highest`, each with `places` for groups: one more when twice as many
+    groups as it has places are there time after time, one fewer when the others would stand half empty."""
+
+    def __init__(self, lowest: int, highest: int, places: int) -> None:
+        if not 1 <= lowest <= highest:
+            raise ValueError(f"from {lowest} to {highest} replicas is no range")
+        self.lowest = lowest
+        self.highest = highest
+        self._places = places
+        self._crowded = 0
+        self._sparse = 0
+
+    def observe(self, groups: int, replicas: int) -> int:
+        """Replicas wanted from now on. `groups`: those that are there, waiting or being scored."""
+        if not self.lowest <= replicas <= self.highest:
+            return min(max(replicas, self.lowest), self.highest)
+        self._crowded = self._crowded + 1 if groups > CROWDED * self._places * replicas else 0
+        self._sparse = self._sparse + 1 if groups <= SPARSE * self._places * (replicas - 1) else 0
+        if self._crowded >= IMPATIENCE and replicas < self.highest:
+            self._crowded = 0
+            return replicas + 1
+        if self._sparse >= PATIENCE and replicas > self.lowest:
+            self._sparse = 0
+            return replicas - 1
+        return replicas

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from headway.actors.generation import GenerationActor, GroupRequest
+from headway.actors.judge import JudgeActor
 from headway.actors.verifier import VerifierWorker
-from headway.cluster.preflight import preflight, prompts_of
+from headway.cluster.preflight import known_to_judge, preflight, prompts_of
 from headway.core.config import Config, load_config
 from headway.core.errors import ConfigError
 from headway.core.prompts import Prompt
@@ -98,9 +99,8 @@ async def _sample(
 ) -> list[dict[str, Any]]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     engine = GenerationActor(config, model_folder, 0)
-    verifier = VerifierWorker(
-        config.verifiers.processes, config.verifiers.timeout_s, config.verifiers.memory_mib
-    )
+    judge = JudgeActor(config, 0) if known_to_judge(prompts) else None
+    verifier = VerifierWorker(config.verifiers, judge is not None)
     room = asyncio.Semaphore(max(1, config.generation.max_concurrent_requests // samples))
 
     async def one(number: int, prompt: Prompt) -> list[dict[str, Any]]:
@@ -118,14 +118,20 @@ async def _sample(
                 )
             )
         table = await asyncio.to_thread(verifier.score, table, prompt)
+        if judge is not None:
+            table = await judge.score(table, prompt)
         kept = table.select(["text", "reward", "verdict_reason", "truncated"]).to_pylist()
         return [{**row, "prompt": prompt.content, "gold": prompt.gold} for row in kept]
 
     try:
         await engine.start()
         await engine.serve_loaded()
+        if judge is not None:
+            await judge.start(known_to_judge(prompts))
         groups = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
         return [row for group in groups for row in group]
     finally:
         verifier.close()
         await engine.shutdown()
+        if judge is not None:
+            await judge.shutdown()

@@ -78,6 +78,8 @@ def needs(config: Config) -> list[Need]:
         _need("generation", config.generation.replicas, config.generation),
         _need("verifiers", config.verifiers.replicas, config.verifiers),
     ]
+    if config.judge.model:
+        groups.append(_need("judge", config.judge.replicas, config.judge))
     if config.algorithm.needs_reference:
         groups.append(_need("reference", config.reference.replicas, config.reference))
     if config.algorithm.needs_critic:
@@ -246,7 +248,8 @@ def check_store(config: Config, model_folder: str, weight_nodes: set[str]) -> No
 
 
 class Placement:
-    """A placement group per role, and one per engine. `close` gives all of them back."""
+    """A placement group for the learner's ranks, and one for each replica of every other role. `close` gives all of them
+    back."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._run = config.run.name
@@ -254,26 +257,30 @@ class Placement:
         self._needs = {need.role: need for need in needs(config)}
         self._logs = folder / "logs"
         self._groups: dict[str, PlacementGroup] = {}
-        """By role, or `generation-REPLICA`."""
+        """By name: `learner`, or `ROLE-REPLICA`."""
 
     async def reserve(self) -> None:
         """Waits for the resources of every role but the engines'. Raises `ClusterError` after the placement deadline."""
         for need in self._needs.values():
-            if need.role != "generation":
-                self._groups[need.role] = await self._ask_for(need.role, need, need.replicas)
+            if need.role == "learner":
+                self._groups["learner"] = await self._ask_for("learner", need, need.replicas)
+            elif need.role != "generation":
+                for replica in range(need.replicas):
+                    name = f"{need.role}-{replica}"
+                    self._groups[name] = await self._ask_for(name, need, 1)
         for name in list(self._groups):
             await self._placed(name)
 
-    async def reserve_engine(self, replica: int) -> None:
-        """Waits for the resources of one engine: those that it has, if it has any, moved to another node when theirs is
+    async def reserve_one(self, role: str, replica: int) -> None:
+        """Waits for the resources of one replica: those that it has, if it has any, moved to another node when theirs is
         gone. Raises `ClusterError` after the placement deadline, and then holds none."""
-        name = _engine(replica)
+        name = f"{role}-{replica}"
         if name not in self._groups:
-            self._groups[name] = await self._ask_for(name, self._needs["generation"], 1)
+            self._groups[name] = await self._ask_for(name, self._needs[role], 1)
         try:
             await self._placed(name)
         except BaseException:
-            self.release_engine(replica)
+            self.release_one(role, replica)
             raise
 
     async def _ask_for(self, name: str, need: Need, replicas: int) -> PlacementGroup:
@@ -316,9 +323,9 @@ class Placement:
         alive = {node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]}
         return nodes if nodes <= alive else set()
 
-    def release_engine(self, replica: int) -> None:
-        """Gives an engine's resources back, if it has any."""
-        if (group := self._groups.pop(_engine(replica), None)) is not None:
+    def release_one(self, role: str, replica: int) -> None:
+        """Gives a replica's resources back, if it has any."""
+        if (group := self._groups.pop(f"{role}-{replica}", None)) is not None:
             remove_placement_group(group)
 
     def spawn(self, cls: type, role: str, replica: int, concurrency: int, args: Sequence[Any]) -> Any:
@@ -334,7 +341,7 @@ class Placement:
             if role == CONTROL:
                 options |= {"name": CONTROL, "namespace": namespace(self._run)}
         else:
-            name, index = (_engine(replica), 0) if role == "generation" else (role, replica)
+            name, index = (role, replica) if role == "learner" else (f"{role}-{replica}", 0)
             options["num_cpus"] = need.bundle["CPU"]
             options["num_gpus"] = need.bundle.get("GPU", 0)
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
@@ -355,10 +362,6 @@ class Placement:
         for group in self._groups.values():
             remove_placement_group(group)
         self._groups.clear()
-
-
-def _engine(replica: int) -> str:
-    return f"generation-{replica}"
 
 
 def _hosted(cls: type, log: str, expected_version: str, num_gpus: int) -> type:
@@ -389,6 +392,9 @@ def _hosted(cls: type, log: str, expected_version: str, num_gpus: int) -> type:
             @ray.method(concurrency_group="watch")
             def watch(self) -> None:
                 threading.Event().wait()
+
+            def signalled(self, method: str, *args: Any) -> tuple[Any, None]:  # pyright: ignore[reportRedeclaration]
+                return getattr(self, method)(*args), None
 
     Hosted.__name__ = Hosted.__qualname__ = cls.__name__
     return Hosted

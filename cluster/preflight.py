@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from headway.core.prompts import Prompt, load_prompts
 from headway.learner.pretrained import is_to_be_made, model_folder
 from headway.learner.sft import Demonstration, write_demonstrations
 from headway.verifiers import registry, sandbox
+from headway.verifiers.judging import JUDGE
+from headway.verifiers.pending import HTTP
 
 CHECKED_GOLDS = 100
 CHECKED_LENGTHS = 64
+TRIED_GOLDS = 4
 ROUND_TOKENS_TO = 16
 
 
@@ -65,12 +69,16 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
     for warning in warnings(config):
         say(f"warning: {warning}")
     check_golds(config, prompts)
-    runs_code = any("code" in registry.needed(each.verifier, each.gold, "", each.context) for each in prompts)
-    if runs_code and (gap := sandbox.unprotected()):
+    kinds = frozenset[str]().union(*(kinds_of(prompt) for prompt in prompts))
+    _check_remote(config, kinds, say)
+    if "code" in kinds and (gap := sandbox.unprotected()):
         say(f"warning: {gap}")
     if is_to_be_made(config.model.path):
         say(f"making model {config.model.path}, once (about a minute)")
     folder = model_folder(config.model.path)
+    if config.judge.model is not None:
+        judge = config.judge.model_copy(update={"model": str(model_folder(config.judge.model))})
+        config = config.model_copy(update={"judge": judge})
     longest = _longest_prompt(config, folder, prompts)
     needed = longest + config.sampling.max_new_tokens
     batch = config.groups_per_batch * group_bytes(
@@ -96,9 +104,33 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
     return Checked(config=config, model_folder=folder, longest_prompt=longest)
 
 
+def kinds_of(prompt: Prompt) -> frozenset[str]:
+    """Names of the verifiers that score it."""
+    return registry.needed(prompt.verifier, prompt.gold, "", prompt.context)
+
+
+def known_to_judge(prompts: tuple[Prompt, ...]) -> list[Prompt]:
+    """A few of those whose gold a judge can be tried on."""
+    judged = (prompt for prompt in prompts if prompt.gold is not None and JUDGE in kinds_of(prompt))
+    return list(islice(judged, TRIED_GOLDS))
+
+
+def _check_remote(config: Config, kinds: frozenset[str], say: Callable[[str], None]) -> None:
+    for kind, key, value in (
+        (JUDGE, "judge.model", config.judge.model),
+        (HTTP, "verifiers.http_url", config.verifiers.http_url),
+    ):
+        if kind in kinds and value is None:
+            raise ConfigError(
+                f"verifier {kind!r} scores rows of {config.data.source}, but {key} is null; set it"
+            )
+        if value is not None and kind not in kinds:
+            say(f"warning: {key}={value}, but no row of {config.data.source} has verifier {kind!r}")
+
+
 def check_golds(config: Config, prompts: tuple[Prompt, ...]) -> None:
     """Every gold answer must score 1 with its own verifier, or no response ever could."""
-    worker = VerifierWorker(1, config.verifiers.timeout_s, config.verifiers.memory_mib)
+    worker = VerifierWorker(config.verifiers.model_copy(update={"processes": 1}))
     try:
         failures = worker.check_golds(prompts, CHECKED_GOLDS)
     finally:

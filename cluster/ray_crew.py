@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ray.exceptions import (
 from headway.actors.critic import CriticActor
 from headway.actors.generation import GenerationActor
 from headway.actors.generation_rows import GroupRequest
+from headway.actors.judge import JudgeActor
 from headway.actors.policy import PolicyActor
 from headway.actors.reference import ReferenceActor
 from headway.actors.verifier import VerifierWorker
@@ -55,12 +57,14 @@ from headway.core.errors import (
     RolloutFailed,
     StoreFull,
 )
-from headway.core.metrics import Update
+from headway.core.metrics import Recorder, Update
+from headway.core.prompts import Prompt
 
 ROLES: Mapping[str, type] = {
     "learner": PolicyActor,
     "generation": GenerationActor,
     "verifiers": VerifierWorker,
+    "judge": JudgeActor,
     "reference": ReferenceActor,
     "critic": CriticActor,
     "queue": RolloutQueue,
@@ -69,9 +73,11 @@ ROLES: Mapping[str, type] = {
 }
 """The plain class behind each role."""
 
-ENDINGS = {"generation": "shutdown", "verifiers": "close"}
+ENDINGS = {"generation": "shutdown", "verifiers": "close", "judge": "shutdown"}
 """Method of a role that ends its child processes."""
 ENDING_DEADLINE_S = 10.0
+DRAIN_S = 30.0
+"""For a scorer that leaves, to end the groups that it has."""
 KILL_DEADLINE_S = 5.0
 REBIND_DEADLINE_S = 5.0
 """For the port of a metrics actor that died to be free again."""
@@ -98,6 +104,20 @@ class _Member:
     """Its end is on purpose."""
     is_reported: bool = False
     """Its death is."""
+    groups: set[int] = field(default_factory=set)
+    """A scorer's, those that are still on their way to it included."""
+
+
+@dataclass(slots=True, eq=False)
+class _Stage:
+    """A scorer's work on a group."""
+
+    scorer: _Member
+    reference: Any
+    """The rows with its columns, until the next scorer has seen them;"""
+    sign: Any
+    """the sign that they are there."""
+    is_done: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -108,21 +128,27 @@ class _Rows:
     request: GroupRequest
     reference: Any
     sign: Any
-    scored: Any = None
-    """Reference to the same rows with the scorers' columns, once they are under way."""
+    stages: list[_Stage] = field(default_factory=list)
+    """The scorers' work, once it is under way; none of it when it has to be done again."""
 
 
 class RayCrew:
     """Implements `Crew` on the Ray that this process is connected to. `folder` is the run's; `roles` says which class
-    plays which role."""
+    plays which role; `known`: prompts with whose golds a judge is tried."""
 
     def __init__(
-        self, config: Config, folder: Path, model_folder: str, roles: Mapping[str, type] = ROLES
+        self,
+        config: Config,
+        folder: Path,
+        model_folder: str,
+        roles: Mapping[str, type] = ROLES,
+        known: Sequence[Prompt] = (),
     ) -> None:
         self._config = config
         self._folder = folder
         self._model_folder = model_folder
         self._roles = roles
+        self._known = tuple(known)
         self._placement = Placement(config, folder)
         self._members: dict[tuple[str, int], _Member] = {}
         """The present incarnations, dead or alive."""
@@ -136,10 +162,14 @@ class RayCrew:
         needs_reference, needs_critic = config.algorithm.needs_reference, config.algorithm.needs_critic
         self._scorers = {
             "verifiers": config.verifiers.replicas,
+            **({"judge": config.judge.replicas} if config.judge.model else {}),
             **({"reference": config.reference.replicas} if needs_reference else {}),
             **({"critic": config.critic.replicas} if needs_critic else {}),
         }
         """Replicas by role, in the order in which they see a group."""
+        self._recorder = Recorder()
+        self._at: Counter[str] = Counter()
+        """Groups at each scorer now."""
         self._changing = {"critic"} if needs_critic else set()
         """Scorers whose weights change during the run; the replicas of a role hold the same."""
         if needs_reference and config.algorithm.reference_refresh_steps:
@@ -202,7 +232,41 @@ class RayCrew:
         if role == "learner" or role in self._changing:
             raise Lost(f"the weights of {role} {replica} died with it")
         await self._end_present(role, replica)
-        await self._ready(self._create(role, replica))
+        if role not in self._scorers or replica < self._scorers[role]:
+            await self._able(self._create(role, replica))
+
+    @property
+    def elastic(self) -> tuple[str, ...]:
+        return tuple(role for role in self._scorers if role not in self._changing)
+
+    def backlog(self, role: str) -> int:
+        return self._at[role]
+
+    async def resize(self, role: str, replicas: int) -> None:
+        present = self._scorers[role]
+        try:
+            for replica in range(present, replicas):
+                await self._placement.reserve_one(role, replica)
+            await asyncio.gather(
+                *(self._able(self._create(role, replica)) for replica in range(present, replicas))
+            )
+        except BaseException:
+            for replica in range(present, replicas):
+                await self._leave(role, replica)
+            raise
+        self._scorers[role] = replicas  # new groups go by this from here on
+        for replica in range(replicas, present):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_S):
+                    while self._present(role, replica).groups:
+                        await asyncio.sleep(POLL_S)
+            await self._leave(role, replica)
+
+    async def _leave(self, role: str, replica: int) -> None:
+        try:
+            await self._end_present(role, replica)
+        finally:
+            self._placement.release_one(role, replica)
 
     @property
     def replicas(self) -> dict[str, int]:
@@ -211,7 +275,7 @@ class RayCrew:
 
     def _create(self, role: str, replica: int) -> _Member:
         """A new actor in an empty place."""
-        config, limits = self._config, self._config.verifiers
+        config = self._config
         concurrency, args = 1, ()
         match role:
             case "learner":
@@ -220,9 +284,11 @@ class RayCrew:
                 args = (config, self._model_folder)
             case "generation":
                 concurrency, args = MANY_CALLS, (config, self._model_folder, replica)
+            case "judge":
+                concurrency, args = MANY_CALLS, (config, replica)
             case "verifiers":
-                concurrency = limits.processes + 4
-                args = (limits.processes, limits.timeout_s, limits.memory_mib)
+                concurrency = config.verifiers.processes + 4
+                args = (config.verifiers, "judge" in self._scorers)
             case "queue":
                 concurrency, args = MANY_CALLS, (store_table, ray.get)
             case "metrics":
@@ -293,6 +359,13 @@ class RayCrew:
     async def _ready(self, member: _Member) -> None:
         await self._result(member.handle.__ray_ready__.remote(), member)
 
+    async def _able(self, scorer: _Member) -> None:
+        """Returns once it can score."""
+        if scorer.role == "judge":
+            await self._ask(scorer, "start", self._known)
+        else:
+            await self._ready(scorer)
+
     async def _result(self, reference: Any, member: _Member) -> Any:
         """What a call to this actor gave. Whoever waits may be cancelled; the call goes on."""
         try:
@@ -307,7 +380,7 @@ class RayCrew:
             cause = cause.cause
         match cause:
             case EngineDead():
-                return self._died(member, str(cause))
+                return self._died(self._members.get((cause.role, cause.replica), member), str(cause))
             case HeadwayError():
                 return cause
             case RayActorError():
@@ -355,7 +428,7 @@ class RayCrew:
             self._ask(member, "start", rank, len(ranks), address, deadline_s)
             for rank, member in enumerate(ranks)
         ]
-        scorers = [self._ready(member) for role in self._scorers for member in self._replicas_of(role)]
+        scorers = [self._able(member) for role in self._scorers for member in self._replicas_of(role)]
         self._num_buckets, *_ = await asyncio.gather(*starts, *scorers)
 
     async def train(self, version: int, group_ids: Sequence[int]) -> Trained:
@@ -403,7 +476,7 @@ class RayCrew:
 
     async def start_engine(self, replica: int) -> int:
         await self._end_present("generation", replica)
-        await self._placement.reserve_engine(replica)
+        await self._placement.reserve_one("generation", replica)
         member = self._create("generation", replica)
         await self._ask(member, "start")
         return member.incarnation
@@ -420,10 +493,7 @@ class RayCrew:
         await self._ask(self._present("generation", replica), "hand_back")
 
     async def stop_engine(self, replica: int) -> None:
-        try:
-            await self._end_present("generation", replica)
-        finally:
-            self._placement.release_engine(replica)
+        await self._leave("generation", replica)
 
     # ---- groups --------------------------------------------------------------------------------------------
 
@@ -432,15 +502,41 @@ class RayCrew:
         call = engine.handle.signalled.options(num_returns=2)
         return _Rows(engine, request, *call.remote("generate", request, kept))
 
-    def _score(self, rows: _Rows) -> Any:
+    def _score(self, rows: _Rows) -> list[_Stage]:
         """Through the scorers that live now: one that died while the group was sampled has not touched it."""
+        stages: list[_Stage] = []
         scored = rows.reference
         for role, replicas in self._scorers.items():
-            score = self._present(role, rows.request.group_id % replicas).handle.score
-            scored = (
-                score.remote(scored, rows.request.prompt) if role == "verifiers" else score.remote(scored)
-            )
-        return scored
+            scorer = self._present(role, rows.request.group_id % replicas)
+            prompt = (rows.request.prompt,) if role in ("verifiers", "judge") else ()
+            call = scorer.handle.signalled.options(num_returns=2)
+            scored, sign = call.remote("score", scored, *prompt)
+            stages.append(_Stage(scorer, scored, sign))
+        return stages
+
+    async def _scored(self, rows: _Rows) -> Any:
+        """Reference to the rows, once every scorer has seen them."""
+        rows.stages = rows.stages or self._score(rows)
+        group_id, left = rows.request.group_id, [stage for stage in rows.stages if not stage.is_done]
+        for stage in left:
+            stage.scorer.groups.add(group_id)
+        try:
+            for before, stage in zip([None, *left], left, strict=False):
+                role, began = stage.scorer.role, time.monotonic()
+                self._at[role] += 1
+                try:
+                    await self._result(stage.sign, stage.scorer)
+                finally:
+                    self._at[role] -= 1
+                stage.is_done = True
+                stage.scorer.groups.discard(group_id)
+                if before is not None:
+                    before.reference = None  # nobody reads those rows again
+                self._recorder.observe("headway_scoring_seconds", [time.monotonic() - began], label=role)
+        finally:
+            for stage in left:
+                stage.scorer.groups.discard(group_id)
+        return rows.stages[-1].reference
 
     async def take_back(self, replica: int, group_id: int) -> Any:
         engine = self._present("generation", replica)
@@ -457,16 +553,19 @@ class RayCrew:
     async def put(self, rows: _Rows) -> Receipt:
         await self.sampled(rows)
         queue = self._present("queue")
-        rows.scored = rows.scored or self._score(rows)
-        try:
-            return await self._result(queue.handle.put.remote(rows.scored), rows.engine)
-        except ActorDied as death:
-            if death.role in self._scorers:
-                rows.scored = None
-            raise
-        except StoreFull:  # the queue's, or a scorer's: what it made is an error from now on
-            rows.scored = None
-            raise
+        while True:
+            try:
+                return await self._result(queue.handle.put.remote(await self._scored(rows)), rows.engine)
+            except ActorDied as death:
+                if death.role not in self._scorers:
+                    raise
+                rows.stages = []
+                if death.replica < self._scorers[death.role]:
+                    raise
+                # It has left: others score what it had.
+            except StoreFull:  # the queue's, or a scorer's: what it made is an error from now on
+                rows.stages = []
+                raise
 
     # ---- queue ---------------------------------------------------------------------------------------------
 
@@ -501,8 +600,9 @@ class RayCrew:
         await self._ask(self._present("metrics"), "restore", state)
 
     async def scorer_updates(self) -> list[Update]:
-        updates: list[Update] = []
-        calls = [self._ask(member, "drain_updates") for member in self._replicas_of("verifiers")]
+        updates: list[Update] = self._recorder.drain()
+        judging = [role for role in ("verifiers", "judge") if role in self._scorers]
+        calls = [self._ask(member, "drain_updates") for role in judging for member in self._replicas_of(role)]
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, list):
                 updates += result

@@ -6,7 +6,7 @@ mends. Loops beside one learner:
     keep       one per engine: start, pull the newest version, replace, leave
     supervise  replace the other actors that die
     heartbeat  collect metrics, watch for progress
-    control    requests from outside, and the run's own scaling
+    control    requests from outside, and the run's own scaling (of scorers: on the heartbeat)
 
 They meet in the books (`Groups`) and wake each other through `Waits`. `lag.max_version_lag = 0` is synchronous training
 through the same code. The clock is the event loop's.
@@ -31,6 +31,7 @@ from headway.cluster.groups import Groups
 from headway.cluster.progress import Progress
 from headway.cluster.queue import Receipt
 from headway.cluster.record import observe_critic, observe_step
+from headway.cluster.scorers import Scorers
 from headway.cluster.state import Group
 from headway.cluster.supervisor import CALL_DEADLINE_S, Supervisor
 from headway.cluster.watch import Waits
@@ -135,6 +136,7 @@ class Session:
         _write_text(self.folder / "metrics_port", str(self.port))
         common = (config, crew, self.waits, self.recorder, say, self._spawn)
         self.engines = Engines(*common, on_left=lambda replica: self.totals.forget_replica(str(replica)))
+        self.scorers = Scorers(*common)
         say("starting engines and learner")
         engines = asyncio.ensure_future(self.engines.start(config.generation.replicas))
         try:
@@ -347,7 +349,7 @@ class Session:
             except ActorDied as death:
                 await self.supervisor.repaired(death, who="control")
                 continue
-            answer = self._scale(value) if kind == "scale" else UserError(f"unknown request {kind!r}")
+            answer = self._scale(*value) if kind == "scale" else UserError(f"unknown request {kind!r}")
             try:
                 await self.supervisor.insist(
                     lambda ticket=ticket, answer=answer: self.crew.answer(ticket, answer),
@@ -357,15 +359,28 @@ class Session:
             except Starved as failure:
                 self.progress.say(str(failure))  # who asked finds out by a deadline of its own
 
-    def _scale(self, wanted: Any) -> dict[str, Any] | UserError:
-        limit = self.config.generation.max_replicas
-        if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
-            return UserError(f"generation={wanted!r}: a run needs at least 1 engine")
+    def _scale(self, group: str, wanted: int) -> dict[str, Any] | UserError:
+        elastic = ("generation", *self.scorers.targets)
+        if group not in elastic:
+            return UserError(f"{group} cannot be scaled while this run trains; {' and '.join(elastic)} can")
+        limit = self.config.verifiers.max_replicas if group == "verifiers" else None
+        if group == "generation":
+            limit = self.config.generation.max_replicas
         if limit is not None and wanted > limit:
-            return UserError(f"generation={wanted} is over generation.max_replicas={limit}")
-        before = self.engines.target
-        self.engines.scale(wanted)
-        return {"before": before, "target": wanted, "serving": self.engines.serving, "version": self.version}
+            return UserError(f"{group}={wanted} is over {group}.max_replicas={limit}")
+        if group == "generation":
+            before, serving = self.engines.target, self.engines.serving
+            self.engines.scale(wanted)
+        else:
+            before, serving = self.scorers.targets[group], self.crew.replicas[group]
+            self.scorers.scale(group, wanted)
+        return {
+            "group": group,
+            "before": before,
+            "target": wanted,
+            "serving": serving,
+            "version": self.version,
+        }
 
     def _scale_itself(self, *, waited: float, total: float) -> None:
         blocked = self.dispatcher.take_blocked_s()
@@ -425,6 +440,7 @@ class Session:
         self.recorder.set("headway_target_replicas", self.engines.target)
         self.recorder.set("headway_wait_deadline_used_ratio", self.waits.deadline_used())
         self.groups.observe()
+        self.scorers.beat()
         self.recorder.extend(
             await self._call(self.crew.scorer_updates(), "the verifiers' metrics", "metrics")
         )

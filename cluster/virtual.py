@@ -186,6 +186,16 @@ class VirtualCrew:
             death = actor.die()
             asyncio.get_running_loop().call_later(scenario.detect_s, self._deaths.put_nowait, death)
 
+    @property
+    def elastic(self) -> tuple[str, ...]:
+        return ()
+
+    def backlog(self, role: str) -> int:
+        return 0
+
+    async def resize(self, role: str, replicas: int) -> None:
+        raise AssertionError(f"virtual {role} are as many as there are")
+
     # ---- requests from outside -----------------------------------------------------------------------------
 
     async def next_request(self) -> tuple[int, str, Any]:
@@ -196,7 +206,7 @@ class VirtualCrew:
         at, replicas = scaling[self._requested]
         await control.work(self._opened + at - asyncio.get_running_loop().time())
         self._requested += 1
-        return self._requested, "scale", replicas
+        return self._requested, "scale", ("generation", replicas)
 
     async def answer(self, ticket: int, value: Any) -> None:
         await self._one("control").work(0)

@@ -428,13 +428,90 @@ class Verifiers(Resources):
     cpus: float = Field(default=0.0, ge=0)
     """CPUs per replica."""
     replicas: int = Field(default=1, ge=1)
-    """Verifier actors."""
+    """Verifier actors that the run starts with; `headway scale` changes their number while it runs."""
+    min_replicas: int | None = Field(default=None, ge=1)
+    """With `max_replicas`: the run scales by itself, not below this. null: `replicas`."""
+    max_replicas: int | None = Field(default=None, ge=1)
+    """The run adds a verifier when groups wait for one, up to this number, and gives one back when they stand idle. null:
+    only `headway scale` changes the number."""
     processes: int = Field(default=1, ge=1)
     """Killable worker processes of each actor."""
     timeout_s: float = Field(default=5.0, gt=0)
     """Wall-clock limit of one verdict (seconds)."""
     memory_mib: int = Field(default=1024, ge=64)
     """Memory limit of one worker process (MiB)."""
+    http_url: str | None = None
+    """Where the scorer of verifier `http` is (docs/verifiers.md); null: there is none."""
+    http_batch_size: int = Field(default=32, ge=1)
+    """Responses in one request to it, at most."""
+    http_timeout_s: float = Field(default=30.0, gt=0)
+    """Longest time of one request (seconds)."""
+    http_deadline_s: float = Field(default=120.0, gt=0)
+    """Longest time for the responses to one prompt, with all retries; they are then unscored (seconds)."""
+    http_retries: int = Field(default=3, ge=0)
+    """Of one request."""
+    http_token_env: str | None = None
+    """Environment variable that holds the bearer token."""
+
+
+JUDGE_CLOSING_TOKENS = 64
+"""For what comes between the judge's words and a verdict that is chosen,"""
+JUDGE_VERDICT_TOKENS = 16
+"""and for that verdict, spelled out character by character if need be."""
+
+
+class Judge(Resources):
+    model: str | None = None
+    """The chat model that judges responses of verifier `judge`: a Hugging Face folder, or a name as in `model.path`;
+    null: there is none."""
+    replicas: int = Field(default=1, ge=1)
+    """vLLM engines that judge."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of its weights."""
+    max_model_len: int = Field(default=8192, ge=64)
+    """Tokens of its prompt and its answer. Of a response that does not fit the middle is left out."""
+    max_new_tokens: int = Field(default=1024, ge=0)
+    """Of one answer; 0: the verdict at once, without reasons."""
+    force_verdict: bool = True
+    """Choose a verdict where the answer ends without one; off: the response stays unscored."""
+    votes: int = Field(default=1, ge=1)
+    """Answers per response."""
+    vote: Literal["mean", "majority"] = "mean"
+    """What several votes come to; the majority of equally frequent scores is the lowest."""
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    """0: greedy."""
+    max_response_chars: int = Field(default=20_000, ge=200)
+    """Of a longer response the middle is left out."""
+    deadline_s: float = Field(default=300.0, gt=0)
+    """A vote that takes longer, its wait for the engine included, leaves its response unscored (seconds)."""
+    max_concurrent_requests: int = Field(default=64, ge=1)
+    """Answers that one engine decodes at a time."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of the GPU's memory that an engine may take."""
+    kv_cache_gib: float = Field(default=1.0, gt=0)
+    """KV cache of an engine on CPUs (GiB, fractions too)."""
+
+    @property
+    def room(self) -> int:
+        """Tokens of its prompt."""
+        return self.max_model_len - self.max_new_tokens - JUDGE_CLOSING_TOKENS - JUDGE_VERDICT_TOKENS
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Judge:
+        if self.votes > 1 and self.temperature == 0:
+            raise ValueError(
+                f"judge.votes={self.votes} of a greedy judge are all the same; set judge.temperature above 0"
+            )
+        if self.max_new_tokens == 0 and not self.force_verdict:
+            raise ValueError(
+                "judge.max_new_tokens=0 with judge.force_verdict=false never gives a verdict; change one of them"
+            )
+        if self.room < 1:
+            raise ValueError(
+                f"judge.max_new_tokens={self.max_new_tokens} leaves no room for a prompt in judge.max_model_len="
+                f"{self.max_model_len}; lower the one or raise the other"
+            )
+        return self
 
 
 class Queue(Section):
@@ -473,6 +550,7 @@ class Config(Section):
     critic: Critic = Critic()
     generation: Generation = Generation()
     verifiers: Verifiers = Verifiers()
+    judge: Judge = Judge()
     queue: Queue = Queue()
     metrics: Metrics = Metrics()
     cluster: Cluster = Cluster()
@@ -517,7 +595,14 @@ class Config(Section):
     def _consistent(self) -> Config:
         _check_algorithm(self)
         _check_lag(self)
-        _check_scaling(self)
+        _check_scaling("generation", self.generation)
+        _check_scaling("verifiers", self.verifiers)
+        verifiers = self.verifiers
+        if verifiers.http_deadline_s < verifiers.http_timeout_s:
+            raise ValueError(
+                f"verifiers.http_deadline_s={verifiers.http_deadline_s:g} is below verifiers.http_timeout_s="
+                f"{verifiers.http_timeout_s:g}; no request could take its whole time"
+            )
         if self.run.steps % self.learner.steps_per_batch:
             raise ValueError(
                 f"run.steps={self.run.steps} is not divisible by learner.steps_per_batch="
@@ -716,19 +801,18 @@ def _check_lag(config: Config) -> None:
         )
 
 
-def _check_scaling(config: Config) -> None:
-    generation = config.generation
-    if generation.max_replicas is None and generation.min_replicas is None:
+def _check_scaling(name: str, group: Generation | Verifiers) -> None:
+    if group.max_replicas is None and group.min_replicas is None:
         return
-    if generation.max_replicas is None:
+    if group.max_replicas is None:
         raise ValueError(
-            f"generation.min_replicas={generation.min_replicas} without generation.max_replicas: the run scales by "
-            "itself only when both ends are known; set generation.max_replicas"
+            f"{name}.min_replicas={group.min_replicas} without {name}.max_replicas: the run scales by itself only when "
+            f"both ends are known; set {name}.max_replicas"
         )
-    if not (generation.min_replicas or generation.replicas) <= generation.replicas <= generation.max_replicas:
+    if not (group.min_replicas or group.replicas) <= group.replicas <= group.max_replicas:
         raise ValueError(
-            f"generation.replicas={generation.replicas} is not within generation.min_replicas="
-            f"{generation.min_replicas} and generation.max_replicas={generation.max_replicas}"
+            f"{name}.replicas={group.replicas} is not within {name}.min_replicas={group.min_replicas} and "
+            f"{name}.max_replicas={group.max_replicas}"
         )
 
 

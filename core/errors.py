@@ -49,7 +49,15 @@ class WeightUpdateFailed(HeadwayError):
 
 
 class EngineDead(HeadwayError):
-    """The engine behind a generation actor is gone, though the actor still answers."""
+    """The engine behind an actor of this role is gone, though the actor still answers."""
+
+    def __init__(self, role: str, replica: int) -> None:
+        super().__init__(role, replica)
+        self.role = role
+        self.replica = replica
+
+    def __str__(self) -> str:
+        return f"the engine of {self.role} {self.replica} is dead"
 
 
 class Starved(HeadwayError):

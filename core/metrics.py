@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-ROLES = ("learner", "generation", "verifiers", "reference", "critic", "queue", "metrics", "control")
+ROLES = ("learner", "generation", "verifiers", "judge", "reference", "critic", "queue", "metrics", "control")
+SCORERS = ("verifiers", "judge", "reference", "critic")
 DROP_REASONS = ("straggler", "generation_failed", "verifier_failed", "group_too_small", "stale", "no_signal")
 STATES = ("issued", "finished", "trained", "dropped")
 STEP_STAGES = ("take", "unpack", "forward_backward", "optimizer", "publish", "total")
@@ -28,6 +29,7 @@ WAIT_STAGES = (
     "metrics",
 )
 SYNC_STAGES = ("fetch", "pause", "load", "total")
+HTTP_FAILURES = ("http_error", "http_timeout", "http_bad_reply", "http_circuit_open")
 VERIFIER_ERRORS = (
     "timeout",
     "memory",
@@ -37,6 +39,11 @@ VERIFIER_ERRORS = (
     "sandbox",
     "environment_error",
     "environment_timeout",
+    *HTTP_FAILURES,
+    "http_unscored",
+    "judge_no_verdict",
+    "judge_timeout",
+    "judge_too_long",
     "other",
 )
 REJECTING = ("mis_token", "mis_sequence", "veto", "off_policy_mask")
@@ -274,6 +281,27 @@ METRICS: tuple[Metric, ...] = (
         "Responses left unscored or scored 0 by a limit, by reason.",
         "reason",
         VERIFIER_ERRORS,
+    ),
+    Metric("headway_scorer_groups", "gauge", "Groups at a scorer, waiting or being scored.", "role", SCORERS),
+    Metric(
+        "headway_scoring_seconds",
+        "histogram",
+        "Time that a group spent at a scorer, its wait there included.",
+        "role",
+        SCORERS,
+        SECONDS_BUCKETS,
+    ),
+    Metric(
+        "headway_http_scorer_requests_total",
+        "counter",
+        "Requests to the HTTP scorer by how they ended, retries included.",
+        "outcome",
+        ("ok", *HTTP_FAILURES),
+    ),
+    Metric(
+        "headway_http_scorer_circuit_state",
+        "gauge",
+        "Of the HTTP scorer's circuit breaker: 0 closed, 1 half open (a request tries), 2 open (none is sent).",
     ),
     Metric(
         "headway_engine_concurrency_groups",

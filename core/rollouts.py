@@ -6,6 +6,7 @@ later stages fill are there from the start, null, so that a table has one schema
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -134,6 +135,11 @@ def replace_column(table: pa.Table, name: str, values: Sequence[Any]) -> pa.Tabl
         raise SchemaError(f"{len(values)} values of {name!r} for {table.num_rows} rollouts")
     field = SCHEMA.field(name)
     return table.set_column(SCHEMA.get_field_index(name), field, pa.array(values, type=field.type))
+
+
+def judged_text(text: str, extra: str | None) -> str:
+    """What of a response is judged: of an episode what its agent said last (`answer` in `extra`), else all of it."""
+    return json.loads(extra or "{}").get("answer", text)
 
 
 def oldest_version(table: pa.Table) -> int:

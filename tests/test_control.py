@@ -26,7 +26,7 @@ from headway.core.errors import HeadwayError
 control.ANSWER_DEADLINE_S = 1.0
 target, address = (argument or None for argument in sys.argv[1:3])
 try:
-    print("answer", control.scale(target, address, int(sys.argv[3])))
+    print("answer", control.scale(target, address, "generation", int(sys.argv[3])))
 except HeadwayError as error:
     print(type(error).__name__, error)
 """
@@ -66,21 +66,21 @@ async def test_a_driver_that_does_not_answer_is_named_and_the_ticket_forgotten()
 
 
 def test_what_is_wrong_without_any_cluster_is_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="generation=0: a run needs at least one engine"):
-        scale(None, None, 0)
+    with pytest.raises(UserError, match="verifiers=0: a run needs at least one"):
+        scale(None, None, "verifiers", 0)
     with pytest.raises(UserError, match=f"the run in {tmp_path} is not running: it has no {CLUSTER_FILE}"):
-        scale(str(tmp_path), None, 2)
+        scale(str(tmp_path), None, "generation", 2)
     with pytest.raises(UserError, match="is the address of a dashboard"):
-        scale(None, "http://127.0.0.1:8265", 2)
+        scale(None, "http://127.0.0.1:8265", "generation", 2)
     # A driver that was killed leaves the file behind.
     (tmp_path / CLUSTER_FILE).write_text(
         json.dumps({"address": "127.0.0.1:9", "namespace": "headway-x", "pid": 1})
     )
     with pytest.raises(ClusterError, match=r"no Ray cluster at '127.0.0.1:9'"):
-        scale(str(tmp_path), None, 2)
+        scale(str(tmp_path), None, "generation", 2)
     (tmp_path / CLUSTER_FILE).write_text("{")
     with pytest.raises(UserError, match=rf"{CLUSTER_FILE} cannot be read"):
-        scale(str(tmp_path), None, 2)
+        scale(str(tmp_path), None, "generation", 2)
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +120,11 @@ async def test_people_reach_the_run_that_they_mean(address: str, tmp_path: Path)
         asyncio.ensure_future(client("", "", 4, RAY_ADDRESS=address)),
         asyncio.ensure_future(client(str(tmp_path), "", 500)),
     ]
-    requests: list[tuple[int, str, int]] = []
+    requests: list[tuple[int, str, tuple[str, int]]] = []
     while len(requests) < len(asking):
         requests += await first.take.remote(30)
-    for ticket, kind, wanted in requests:
-        assert kind == "scale"
+    for ticket, kind, (group, wanted) in requests:
+        assert (kind, group) == ("scale", "generation")
         answer = {"target": wanted} if wanted < 9 else UserError(f"{wanted} are too many")
         await first.answer.remote(ticket, answer)
     assert await asyncio.gather(*asking) == ["answer {'target': 4}", "UserError 500 are too many"]

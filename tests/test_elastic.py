@@ -12,7 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.cluster.elastic import COOLDOWN, HOLD, MEMORY, WINDOW, Autoscaler, Concurrency
+from headway.cluster.elastic import (
+    COOLDOWN,
+    HOLD,
+    IMPATIENCE,
+    MEMORY,
+    PATIENCE,
+    WINDOW,
+    Autoscaler,
+    Backlog,
+    Concurrency,
+)
 
 # ---- groups in flight on one engine -----------------------------------------------------------------------
 
@@ -293,3 +303,20 @@ def test_limits_hold() -> None:
     for lowest, highest in [(0, 1), (3, 2)]:
         with pytest.raises(ValueError, match="no range"):
             Autoscaler(lowest, highest)
+
+
+def test_scorers_follow_their_backlog() -> None:
+    """Replicas of 2 places each: more than 4 groups per replica are too many, 1 per replica but one are few."""
+    rule, replicas, seen = Backlog(1, 3, places=2), 1, []
+    for groups in [4] * 10 + [5] * IMPATIENCE + [8] * 10 + [9] * IMPATIENCE + [100] * 10:
+        replicas = rule.observe(groups, replicas)
+        seen.append(replicas)
+    assert seen == [1] * 12 + [2] * 13 + [3] * 11
+    for _ in range(PATIENCE - 1):
+        assert rule.observe(2, 3) == 3
+    assert rule.observe(3, 3) == 3  # not sparse for once: it begins to count again
+    assert [rule.observe(2, 3) for _ in range(PATIENCE)] == [3] * (PATIENCE - 1) + [2]
+    assert [rule.observe(0, 1) for _ in range(2 * PATIENCE)] == [1] * (2 * PATIENCE)
+    assert (rule.observe(0, 9), Backlog(2, 3, places=2).observe(0, 1)) == (3, 2)
+    with pytest.raises(ValueError, match="from 3 to 2 replicas"):
+        Backlog(3, 2, places=1)

@@ -30,7 +30,7 @@ from headway.actors.generation_rows import GroupRequest, GroupSampler
 from headway.actors.samples import Sample, SampleRequest
 from headway.actors.verifier import VerifierWorker
 from headway.core import rollouts
-from headway.core.config import Environment, parse_config
+from headway.core.config import Environment, Verifiers, parse_config
 from headway.core.errors import ConfigError, DataError, HandedBack, RolloutFailed
 from headway.core.prompts import Prompt, harmless
 
@@ -377,7 +377,7 @@ async def test_verdicts_of_environments_stand_and_others_are_of_the_last_words(c
         await row(2, Script("6"), until=1, judge=1.0),
         await row(3, Script("raise")),
     ]
-    worker = VerifierWorker(1, 5.0, 512)
+    worker = VerifierWorker(Verifiers(processes=1, timeout_s=5.0, memory_mib=512))
     try:
         scored = worker.score(rollouts.build(rows), PROMPT).to_pylist()
         updates = {(name, label): value for name, label, value in worker.drain_updates()}

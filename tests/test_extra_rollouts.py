@@ -19,7 +19,7 @@ from headway.actors.generation_rows import GroupRequest, GroupSampler
 from headway.actors.samples import Sample, SampleRequest
 from headway.actors.verifier import VerifierWorker
 from headway.core import rollouts
-from headway.core.config import Environment, load_config
+from headway.core.config import Environment, Verifiers, load_config
 from headway.core.errors import ConfigError, HandedBack, SchemaError
 from headway.core.prompts import Prompt
 
@@ -165,7 +165,7 @@ def test_marks_that_make_no_sense_are_refused() -> None:
 
 
 def test_the_verifier_scores_extra_rows_and_folds_them() -> None:
-    worker = VerifierWorker(1, 5.0, 512)
+    worker = VerifierWorker(Verifiers(processes=1, timeout_s=5.0, memory_mib=512))
     try:
         table = table_of(
             {"text": "2 + 3 = 6", "step_ends": [2, 4]},

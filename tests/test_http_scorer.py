@@ -17,7 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.actors.http_scorer import MAX_REPLY_BYTES, Circuit, HttpScorer, read_reply
+from headway.actors.verifier import VerifierWorker
+from headway.core import rollouts
+from headway.core.config import Verifiers
 from headway.core.errors import Closed, ConfigError
+from headway.core.prompts import Prompt
 from headway.verifiers.verdict import Item, Verdict
 
 TOKEN = "sekrit-31415"
@@ -564,3 +568,46 @@ def test_closing_releases_who_waits() -> None:
         with pytest.raises(Closed):
             scorer.score(items(1))
     assert not any(thread.name == "http-scorer" for thread in threading.enumerate())
+
+
+def test_the_verifier_stage_sends_what_is_for_it_and_keeps_the_rest() -> None:
+    """Two thirds of the reward from the service, which takes "4" for right; a third from the pool."""
+    parts = {
+        "remote": {"verifier": "http", "weight": 2},
+        "short": {"verifier": "length", "weight": 1, "unit": "characters", "max": 3},
+    }
+    prompt = Prompt(prompt_id="p", content="2 + 2 =", gold="4", verifier="weighted", context={"parts": parts})
+    table = rollouts.build(
+        {
+            "rollout_id": f"7/{number}",
+            "group_id": 7,
+            "prompt_id": "p",
+            "sample_index": number,
+            "prompt_ids": [1],
+            "response_ids": [2],
+            "loss_mask": [1],
+            "behavior_logprobs": [-1.0],
+            "version_spans": [{"start": 0, "end": 1, "version": 0}],
+            "finish_reason": "stop",
+            "truncated": False,
+            "text": text,
+        }
+        for number, text in enumerate(["4", "5", "four, I think"])
+    )
+    with serving(Handler.judge) as service:
+        worker = VerifierWorker(Verifiers(processes=1, http_url=service.url))
+        try:
+            rows = worker.score(table, prompt).to_pylist()
+            assert [row["reward"] for row in rows] == pytest.approx([1, 1 / 3, 0])
+            assert rows[1]["reward_parts"] == [
+                {"name": "remote", "value": 0.0},
+                {"name": "short", "value": 1.0},
+            ]
+            (body,) = service.bodies
+            assert [item["response"] for item in body["items"]] == ["4", "5", "four, I think"]
+            assert ("headway_http_scorer_requests_total", "ok", 1) in worker.drain_updates()
+            service.behave = lambda handler, _: handler.send_error(404)
+            assert [row["reward"] for row in worker.score(table, prompt).to_pylist()] == [None] * 3
+            assert ("headway_verifier_errors_total", "http_error", 3) in worker.drain_updates()
+        finally:
+            worker.close()

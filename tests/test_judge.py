@@ -17,9 +17,11 @@ import pytest
 import pytest_asyncio
 import torch
 
-from headway.actors.judge import JudgeActor, JudgeSettings, opens_reasoning, special_tokens
+from headway.actors.judge import JudgeActor, opens_reasoning, special_tokens
+from headway.actors.verifier import VerifierWorker
 from headway.core import rollouts
-from headway.core.errors import ConfigError, EngineDead
+from headway.core.config import Judge, Verifiers, parse_config
+from headway.core.errors import ConfigError, DataError, EngineDead
 from headway.core.prompts import Prompt
 from headway.verifiers.judging import Rubric, judge_messages
 from headway.verifiers.pending import PENDING, with_pending
@@ -32,8 +34,7 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im
 SAYS = "Good.\nVerdict: yes"
 STEPS = 200
 WRITTEN = "0123456789 .aeinostV:"
-SETTINGS = JudgeSettings(
-    place=f"headway-test-judge-{os.getpid()}-",
+SETTINGS = Judge(
     dtype="float32",
     max_model_len=2048,
     max_new_tokens=24,
@@ -42,8 +43,12 @@ SETTINGS = JudgeSettings(
     threads=1,
     kv_cache_gib=0.25,
 )
-FORCED = replace(SETTINGS, force_verdict=True, temperature=2.0)
+FORCED = SETTINGS.model_copy(update={"force_verdict": True, "temperature": 2.0})
 PROMPT = Prompt(prompt_id="p", content="2 + 2 =", gold="4", verifier="judge")
+
+
+def with_(settings: Judge, **values: Any) -> Judge:
+    return settings.model_copy(update=values)
 
 
 def points(top: int) -> Prompt:
@@ -116,7 +121,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(folder: Path) -> AsyncIterator[JudgeActor]:
-    actor = JudgeActor(SETTINGS, str(folder), 0)
+    run = {"name": "test-judge", "folder": str(folder)}
+    settings = SETTINGS.model_dump() | {"model": str(folder)}
+    actor = JudgeActor(parse_config({"run": run, "judge": settings}), 0)
     await actor.start()
     yield actor
     await actor.shutdown()
@@ -190,7 +197,7 @@ async def test_what_is_no_verdict_of_the_rubric_is_never_zero(judge: JudgeActor)
 
 async def test_a_verdict_that_the_budget_cuts_off_is_not_read(judge: JudgeActor) -> None:
     for num_tokens, expected in ((len(SAYS) + 1, (1.0, "correct")), (len(SAYS), (None, "judge_no_verdict"))):
-        judge._settings = replace(SETTINGS, max_new_tokens=num_tokens)
+        judge._settings = with_(SETTINGS, max_new_tokens=num_tokens)
         assert await outcome(judge, ["4"]) == [expected]
 
 
@@ -209,7 +216,7 @@ async def test_the_chosen_verdict_is_the_models_own(judge: JudgeActor, folder: P
     """Greedy choice between the digits 0 to 5, against transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    judge._settings = replace(SETTINGS, max_new_tokens=0, force_verdict=True)
+    judge._settings = with_(SETTINGS, max_new_tokens=0, force_verdict=True)
     model, made = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     for response in ("4", "five", "It is 4."):
         messages = judge_messages("2 + 2 =", "4", response, Rubric(text="How kind?", top=5))
@@ -226,7 +233,7 @@ async def test_reasoning_that_never_ends_is_closed_before_the_choice(judge: Judg
     judge._opening = "<think>"
     try:
         assert await outcome(judge, ["4"]) == [(None, "judge_no_verdict")]
-        judge._settings = replace(SETTINGS, force_verdict=True)
+        judge._settings = with_(SETTINGS, force_verdict=True)
         ((reward, _),) = await outcome(judge, ["4"])
         assert reward in (0.0, 1.0)
     finally:
@@ -234,10 +241,10 @@ async def test_reasoning_that_never_ends_is_closed_before_the_choice(judge: Judg
 
 
 async def test_votes_are_several_answers(judge: JudgeActor) -> None:
-    judge._settings = replace(FORCED, max_new_tokens=4, votes=5)
+    judge._settings = with_(FORCED, max_new_tokens=4, votes=5)
     texts = [str(number) for number in range(6)]
     means = [reward for reward, _ in await outcome(judge, texts, points(10))]
-    judge._settings = replace(judge._settings, vote="majority")
+    judge._settings = with_(judge._settings, vote="majority")
     majorities = [reward for reward, _ in await outcome(judge, texts, points(10))]
     assert all(reward * 50 == pytest.approx(round(reward * 50), abs=1e-4) for reward in means)
     assert any(reward * 10 != pytest.approx(round(reward * 10), abs=1e-4) for reward in means)
@@ -255,7 +262,7 @@ async def test_a_composite_is_completed(judge: JudgeActor) -> None:
     (row,) = scored.to_pylist()
     assert (row["reward"], row["verdict_reason"], row["extra"]) == (0.25, "wrong", None)
     assert row["reward_parts"] == [{"name": "right", "value": 0.0}, {"name": "kind", "value": 1.0}]
-    judge._settings = replace(SETTINGS, max_new_tokens=4)
+    judge._settings = with_(SETTINGS, max_new_tokens=4)
     (row,) = (await judge.score(table(["It is 5."], [known, None]), prompt)).to_pylist()
     assert (row["reward"], row["verdict_reason"]) == (None, "judge_no_verdict")
 
@@ -309,8 +316,47 @@ async def test_chat_tokens_of_a_response_do_not_reach_the_judge(judge: JudgeActo
         assert attacked.count(token) == plain.count(token)
 
 
+async def test_the_verifier_stage_leaves_to_the_judge_what_is_its(judge: JudgeActor) -> None:
+    """As in a run: numbers and reasoning are settled in the pool, and of the composite only the judge's part is left."""
+    parts = {
+        "right": {"verifier": "numeric", "weight": 3},
+        "kind": {"verifier": "judge", "weight": 1, "rubric": "Is it kind?"},
+    }
+    prompt = replace(PROMPT, verifier="weighted", context={"parts": parts})
+    sampled = rollouts.replace_column(table(["5", "4", "<think>4"]), "verdict_reason", [None] * 3)
+    sampled = rollouts.replace_column(sampled, "extra", [None, json.dumps({"answer": "It is 4."}), None])
+    worker = VerifierWorker(Verifiers(processes=1), True)
+    try:
+        left = worker.score(sampled, prompt)
+        assert left["reward"].to_pylist() == [None, None, 0.0]
+        assert left["verdict_reason"].to_pylist() == [PENDING, PENDING, "no_answer"]
+        assert not any(name.endswith("errors_total") for name, *_ in worker.drain_updates())
+        scored = await judge.score(left, prompt)
+        assert scored["reward"].to_pylist() == [0.25, 1.0, 0.0]
+        assert [json.loads(extra or "{}") for extra in scored["extra"].to_pylist()] == [
+            {},
+            {"answer": "It is 4."},
+            {},
+        ]
+    finally:
+        worker.close()
+    alone = VerifierWorker(Verifiers(processes=1))
+    try:
+        assert alone.score(sampled, prompt)["reward"].to_pylist() == [None, None, 0.0]
+        assert ("headway_verifier_errors_total", "other", 2) in alone.drain_updates()
+    finally:
+        alone.close()
+
+
+async def test_a_judge_that_praises_everything_is_refused(judge: JudgeActor) -> None:
+    with pytest.raises(
+        DataError, match=r"gives the golds of 2 prompts 2 points in all, and the meaningless answer .* 2: "
+    ):
+        await judge._try([PROMPT, replace(PROMPT, content="1 + 3 =")])
+
+
 async def test_a_late_verdict_is_none_and_the_engine_goes_on(judge: JudgeActor) -> None:
-    judge._settings = replace(SETTINGS, deadline_s=0.001)
+    judge._settings = with_(SETTINGS, deadline_s=0.001)
     assert await outcome(judge, ["4", "5"]) == [(None, "judge_timeout")] * 2
     judge._settings = SETTINGS
     assert await outcome(judge, ["4"]) == [(1.0, "correct")]
@@ -327,7 +373,7 @@ async def test_a_dead_engine_is_said(judge: JudgeActor) -> None:
     record = json.loads(judge._traces._record.read_text())
     for pid, _ in record["processes"]:
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineDead, match="judge 0"):
+    with pytest.raises(EngineDead, match="engine of judge 0 is dead"):
         await judge.score(table(["4"]), PROMPT)
 
 
@@ -337,17 +383,17 @@ async def test_a_dead_engine_is_said(judge: JudgeActor) -> None:
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"votes": 3}, "votes of a greedy judge are all the same"),
-        ({"max_new_tokens": 0}, "never gives one"),
+        ({"votes": 3}, "judge.votes=3 of a greedy judge are all the same"),
+        ({"max_new_tokens": 0}, "never gives a verdict"),
         (
             {"max_new_tokens": 2000},
-            "max_new_tokens=2000 leave no room for a prompt in its max_model_len=2048",
+            "max_new_tokens=2000 leaves no room for a prompt in judge.max_model_len=2048",
         ),
     ],
 )
 async def test_settings_that_cannot_work_are_refused(choices: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        replace(SETTINGS, **choices)
+        parse_config({"judge": SETTINGS.model_dump() | choices})
 
 
 async def test_special_tokens_of_a_tokenizer() -> None:

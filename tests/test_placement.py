@@ -128,14 +128,14 @@ async def test_every_role_and_every_engine_has_a_group_of_its_own(tmp_path: Path
 
     place = Placement(config, tmp_path)
     await place.reserve()
-    roles = {"placed-learner": {0: {"CPU": 0.5}}, "placed-verifiers": {0: {"CPU": SMALLEST_CPU_SHARE}}}
+    roles = {"placed-learner": {0: {"CPU": 0.5}}, "placed-verifiers-0": {0: {"CPU": SMALLEST_CPU_SHARE}}}
     assert placed() == roles
-    await place.reserve_engine(3)
-    await place.reserve_engine(3)  # has its place already
+    await place.reserve_one("generation", 3)
+    await place.reserve_one("generation", 3)  # has its place already
     assert placed() == {**roles, "placed-generation-3": {0: {"CPU": 0.5}}}
     assert await place.nodes("learner") == {ray.get_runtime_context().get_node_id()}
-    place.release_engine(3)
-    place.release_engine(3)
+    place.release_one("generation", 3)
+    place.release_one("generation", 3)
     assert placed() == roles
     place.close()
     assert placed() == {}
@@ -147,7 +147,7 @@ async def test_an_engine_without_a_place_holds_none(tmp_path: Path) -> None:
     with pytest.raises(
         ClusterError, match=r"group 'generation-0' got no place in 0.3 s .* asks for \[{'CPU': 500"
     ):
-        await place.reserve_engine(0)
+        await place.reserve_one("generation", 0)
     states = {
         row["state"]
         for row in ray.util.placement_group_table().values()

@@ -17,7 +17,7 @@ from headway.actors.critic import CriticActor
 from headway.actors.generation import GenerationActor, GroupRequest
 from headway.actors.reference import ReferenceActor
 from headway.actors.verifier import VerifierWorker
-from headway.core.config import Config, parse_config
+from headway.core.config import Config, Verifiers, parse_config
 from headway.core.presets import PRESETS
 from headway.core.prompts import Prompt, load_prompts
 from headway.learner.trainer import Trainer
@@ -71,7 +71,7 @@ async def _rollouts(folder: Path) -> Rollouts:
         "reasoning_gym:chain_sum", verifier="math", num_prompts=GROUPS, seed=5, params=params
     )
     engine = GenerationActor(config("grpo"), str(folder), 0)
-    verifier = VerifierWorker(1, 5.0, 1024)
+    verifier = VerifierWorker(Verifiers(processes=1, timeout_s=5.0, memory_mib=1024))
 
     async def group(number: int, prompt: Prompt, **extra: Any) -> pa.Table:
         request = GroupRequest(

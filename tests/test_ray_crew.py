@@ -33,7 +33,7 @@ from headway.cluster import ray_crew
 from headway.cluster.crew import Crew
 from headway.cluster.ray_crew import ROLES, RayCrew
 from headway.core import rollouts
-from headway.core.config import Config, parse_config
+from headway.core.config import Config, Verifiers, parse_config
 from headway.core.errors import (
     ActorDied,
     ClusterError,
@@ -125,7 +125,8 @@ class Scorer(Learner):
 
 
 class Verifier:
-    def __init__(self, processes: int, timeout_s: float, memory_mib: int) -> None:
+    def __init__(self, settings: Verifiers, before_judge: bool) -> None:
+        self.before_judge = before_judge
         self.scored = 0
 
     def score(self, table: pa.Table, prompt: Prompt) -> pa.Table:
@@ -137,6 +138,28 @@ class Verifier:
         return [("headway_verifier_errors_total", "crash", 1.0)]
 
     def close(self) -> None:
+        pass
+
+
+class Judge:
+    """Adds the number of prompts that it was tried on to each reward."""
+
+    def __init__(self, config: Config, replica: int) -> None:
+        self.replica = replica
+
+    async def start(self, known: tuple[Prompt, ...]) -> None:
+        self.known = len(known)
+
+    async def score(self, table: pa.Table, prompt: Prompt) -> pa.Table:
+        if prompt.context.get("judge_dies"):
+            raise EngineDead("judge", self.replica)
+        rewards = [reward + self.known for reward in table["reward"].to_pylist()]
+        return rollouts.replace_column(table, "reward", rewards)
+
+    async def drain_updates(self) -> list[Any]:
+        return [("headway_verifier_errors_total", "judge_timeout", 1.0)]
+
+    async def shutdown(self) -> None:
         pass
 
 
@@ -205,6 +228,7 @@ DOUBLES = {
     "learner": Learner,
     "generation": Engine,
     "verifiers": Verifier,
+    "judge": Judge,
     "reference": Scorer,
     "critic": Scorer,
 }
@@ -222,7 +246,8 @@ def configuration(tmp_path: Path, name: str, **sections: dict[str, Any]) -> Conf
 
 
 def new(config: Config, **roles: type) -> RayCrew:
-    return RayCrew(config, config.run_folder, "no-model", {**DOUBLES, **roles})
+    known = [Prompt(prompt_id="k", content="1 + 1", gold="2", verifier="judge")] * 3
+    return RayCrew(config, config.run_folder, "no-model", {**DOUBLES, **roles}, known)
 
 
 @asynccontextmanager
@@ -334,7 +359,10 @@ async def test_a_group_goes_from_the_engine_through_the_scorers_to_the_learner(
     report = await crew.report(0)
     assert (report.kv_cache_usage, report.preemptions) == (0.25, 3)
     assert report.updates == [("headway_generation_tokens_total", "", 2.0)]
-    assert await crew.scorer_updates() == [("headway_verifier_errors_total", "crash", 1.0)] * 2
+    updates = await crew.scorer_updates()
+    counts = {label: sum(payload[0]) for name, label, payload in updates if name == "headway_scoring_seconds"}
+    assert counts == {"verifiers": 2, "reference": 2, "critic": 2}
+    assert updates[3:] == [("headway_verifier_errors_total", "crash", 1.0)] * 2
     # Rows in the queue, and weights that change, go through a checkpoint.
     await crew.save(tmp_path)
     await crew.save_queue(tmp_path / "queue.parquet")
@@ -357,8 +385,8 @@ async def test_what_engines_raise_arrives_as_itself(crew: RayCrew) -> None:
     with pytest.raises(HeadwayError, match=r"^generation 0 failed: ValueError: a bug; see .*logs$") as bug:
         await roll(crew, 12, raises=ValueError("a bug"))
     assert type(bug.value) is HeadwayError
-    with pytest.raises(ActorDied, match=r"^generation 0 died: engine 0$"):
-        await roll(crew, 13, raises=EngineDead("engine 0"))
+    with pytest.raises(ActorDied, match=r"^generation 0 died: the engine of generation 0 is dead$"):
+        await roll(crew, 13, raises=EngineDead("generation", 0))
     before = crew.incarnation("generation", 0)
     assert await death_of(crew) == ("generation", 0, before)
     assert await crew.start_engine(0) == before + 1
@@ -428,7 +456,7 @@ async def test_a_group_fails_with_whoever_died_under_it(crew: RayCrew) -> None:
     assert (await death_of(crew))[:2] == ("verifiers", 1)
     with pytest.raises(ActorDied, match="verifiers 1 died"):  # not yet replaced
         await roll(crew, 33)
-    assert await crew.scorer_updates() == [("headway_verifier_errors_total", "crash", 1.0)]
+    assert ("headway_verifier_errors_total", "crash", 1.0) in await crew.scorer_updates()
     sampling = asyncio.ensure_future(roll(crew, 32, sample_s=60))
     await asyncio.sleep(0.5)
     os.kill(engine, signal.SIGKILL)
@@ -533,8 +561,62 @@ async def test_an_engine_that_does_not_end_is_killed(crew: RayCrew, monkeypatch:
     assert time.monotonic() - began < 3 and await gone(pid)
 
 
+async def test_a_judge_sees_what_verifiers_leave_and_is_replaced_when_its_engine_dies(tmp_path: Path) -> None:
+    async with opened(configuration(tmp_path, "judged", judge={"model": "m", "cpus": 0.5})) as crew:
+        assert list(crew.elastic) == ["verifiers", "judge"] and "judged-judge-0" in placed()
+        assert await inside(crew, "verifiers", 0, lambda verifier: verifier.before_judge)
+        assert (await roll(crew, 1)).reward_sum == 8.0  # two rows of 1 + 3
+        with pytest.raises(ActorDied, match=r"^judge 0 died: the engine of judge 0 is dead$"):
+            await roll(crew, 2, judge_dies=True)
+        assert await death_of(crew) == ("judge", 0, 1)
+        await crew.replace("judge", 0)
+        assert (await roll(crew, 3)).reward_sum == 8.0
+        updates = await crew.scorer_updates()
+        assert ("headway_verifier_errors_total", "judge_timeout", 1.0) in updates
+        seconds = {label for name, label, _ in updates if name == "headway_scoring_seconds"}
+        assert seconds == {"verifiers", "judge"}
+
+
+async def test_scorers_come_and_go_and_their_groups_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(configuration(tmp_path, "elastic", verifiers={"cpus": 0.5})) as crew:
+        await crew.resize("verifiers", 3)
+        assert crew.replicas["verifiers"] == 3 and {f"elastic-verifiers-{n}" for n in range(3)} <= placed()
+        for group_id in range(6):
+            await roll(crew, group_id)
+        scored = [await inside(crew, "verifiers", n, lambda verifier: verifier.scored) for n in range(3)]
+        assert scored == [2, 2, 2]
+        # One that leaves ends what it has,
+        slow = [asyncio.ensure_future(roll(crew, group_id, score_s=1)) for group_id in (6, 7, 8)]
+        await asyncio.sleep(0.5)
+        assert crew.backlog("verifiers") == 3
+        began = time.monotonic()
+        await crew.resize("verifiers", 2)
+        assert 0.3 < time.monotonic() - began < 5
+        assert [receipt.group_id for receipt in await asyncio.gather(*slow)] == [6, 7, 8]
+        assert crew.backlog("verifiers") == 0
+        assert "elastic-verifiers-2" not in placed()
+        # and when that takes too long, others score it: its end is no death that anyone has to mend.
+        monkeypatch.setattr(ray_crew, "DRAIN_S", 0.2)
+        late = asyncio.ensure_future(roll(crew, 9, score_s=2))
+        await asyncio.sleep(0.5)
+        await crew.resize("verifiers", 1)
+        assert (await late).group_id == 9
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await crew.next_death()
+        # Without room nothing changes.
+        crew._placement._deadline_s = 1
+        crew._placement._needs["verifiers"].bundle["CPU"] = 100
+        with pytest.raises(ClusterError, match="'verifiers-1' got no place in 1 s"):
+            await crew.resize("verifiers", 2)
+        assert crew.replicas["verifiers"] == 1 and "elastic-verifiers-1" not in placed()
+        assert (await roll(crew, 11)).group_id == 11
+
+
 async def test_a_person_asks_the_run_from_another_process(crew: RayCrew) -> None:
-    code = "import sys; from headway.cluster.control import scale; print(scale(sys.argv[1], None, 3))"
+    code = "import sys; from headway.cluster.control import scale; print(scale(sys.argv[1], None, 'verifiers', 3))"
     command = [sys.executable, "-P", "-c", code, str(crew._folder)]
     # This process's own Ray has set the mode; a person's terminal has not.
     environment = {key: value for key, value in os.environ.items() if key != "RAY_AUTH_MODE"}
@@ -543,7 +625,7 @@ async def test_a_person_asks_the_run_from_another_process(crew: RayCrew) -> None
     )
     async with asyncio.timeout(30):
         ticket, kind, value = await crew.next_request()
-        assert (kind, value) == ("scale", 3)
+        assert (kind, value) == ("scale", ("verifiers", 3))
         await crew.answer(ticket, {"before": 1, "after": 3})
         await crew.answer(99, "nobody asked")
         out, errors = await client.communicate()

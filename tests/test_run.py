@@ -27,7 +27,7 @@ from headway.actors.verifier import VerifierWorker
 from headway.cluster.ledger import trained_groups
 from headway.cluster.preflight import prompts_of
 from headway.core import rollouts
-from headway.core.config import Config, load_config
+from headway.core.config import Config, Verifiers, load_config
 from headway.core.prompts import PromptStream
 from headway.learner.model import PolicyModel
 from headway.learner.publish import export, layout_of
@@ -96,7 +96,10 @@ def test_version_lag_0_is_a_plain_synchronous_loop(root: Path, tmp_path: Path, t
 async def plain_loop(config: Config, folder: Path) -> tuple[list[float], list[pa.Table]]:
     """Generate, score, one padded forward pass of the plain model, AdamW, reload. Of the learner only the export."""
     stream = PromptStream(prompts_of(config, config.data.source, config.run.seed), config.run.seed)
-    engine, verifier = GenerationActor(config, str(folder), 0), VerifierWorker(1, 5.0, 1024)
+    engine, verifier = (
+        GenerationActor(config, str(folder), 0),
+        VerifierWorker(Verifiers(processes=1, timeout_s=5.0, memory_mib=1024)),
+    )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learner.learning_rate, weight_decay=0.0)
     exporter = PolicyModel(folder, dtype="float32")

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from headway.actors.verifier import VerifierWorker
+from headway.core.config import Verifiers
 from headway.core.errors import Closed, DataError, HeadwayError
 from headway.core.prompts import Prompt, load_prompts
 from headway.core.rollouts import SCHEMA, build, validate
@@ -376,12 +377,12 @@ def test_worker_refuses_to_start_when_verdicts_are_wrong(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(HeadwayError, match="a right answer got"):
-        VerifierWorker(1, 5.0, 512)
+        VerifierWorker(Verifiers(processes=1, timeout_s=5.0, memory_mib=512))
 
 
 @pytest.fixture
 def worker() -> Iterator[VerifierWorker]:
-    worker = VerifierWorker(1, 10.0, 512)
+    worker = VerifierWorker(Verifiers(processes=1, timeout_s=10.0, memory_mib=512))
     yield worker
     worker.close()
 
@@ -407,7 +408,7 @@ def test_worker_fills_the_reward_columns(worker: VerifierWorker) -> None:
 
 @pytest.mark.usefixtures("hostile")
 def test_an_unscored_response_stays_null() -> None:
-    worker = VerifierWorker(1, 1.0, 512)
+    worker = VerifierWorker(Verifiers(processes=1, timeout_s=1.0, memory_mib=512))
     texts = ["fine", "exit", "sleep 9", "limits"]
     table = worker.score(build([rollout(n, text) for n, text in enumerate(texts)]), prompt("hostile", None))
     worker.close()

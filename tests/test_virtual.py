@@ -556,8 +556,8 @@ def test_requests_to_scale_come_at_their_time():
         crew = await ready(replace(EVEN, scaling=((100, 4), (250, 2))))
         seen = []
         for _ in range(2):
-            ticket, kind, replicas = await crew.next_request()
-            assert kind == "scale"
+            ticket, kind, (group, replicas) = await crew.next_request()
+            assert (kind, group) == ("scale", "generation")
             await crew.answer(ticket, "done")
             seen.append((now(), replicas))
         with pytest.raises(TimeoutError):

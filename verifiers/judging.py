@@ -21,6 +21,8 @@ from headway.verifiers.extract import after_reasoning
 from headway.verifiers.pending import PENDING
 from headway.verifiers.verdict import Verdict, wrong
 
+JUDGE = "judge"
+"""The name of this verifier."""
 NO_VERDICT = "judge_no_verdict"
 """Reason of a response that is unscored because the judge gave no well-formed verdict."""
 

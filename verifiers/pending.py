@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headway.verifiers.verdict import Verdict
 
+HTTP = "http"
+"""The name of the verifier that asks a scorer behind HTTP."""
 PENDING = "pending"
 """Reason of a response whose verdict a later stage completes, and the key of `extra` that holds what there is."""
+
+
+def http(prompt: str, gold: Any, response: str, context: Mapping[str, Any]) -> Verdict:
+    """Unscored with reason `pending`: the verdict is for the HTTP scorer of the run (`verifiers.http_url`)."""
+    return Verdict(score=None, reason=PENDING)
 
 
 def with_pending(extra: str | None, leaves: Sequence[Verdict | None] | None) -> str | None:

@@ -17,9 +17,11 @@ from headway.verifiers.exact import exact, gold_text
 from headway.verifiers.gym import reasoning_gym
 from headway.verifiers.json_schema import json_schema
 from headway.verifiers.json_schema import present as json_gold
+from headway.verifiers.judging import JUDGE, judge
 from headway.verifiers.mathematics import math
 from headway.verifiers.numeric import numeric
 from headway.verifiers.pattern import regex
+from headway.verifiers.pending import HTTP, http
 from headway.verifiers.shaping import length, repetition
 from headway.verifiers.tags import tags
 from headway.verifiers.verdict import Item, Verdict, wrong
@@ -71,6 +73,8 @@ VERIFIERS: dict[str, Family] = {
     "repetition": Family(repetition, present=no_gold),
     "code": Family(code, present=code_solution),
     "weighted": Family(weighted, present=no_gold),
+    HTTP: Family(http, present=no_gold),
+    JUDGE: Family(judge, present=no_gold),
 }
 
 
