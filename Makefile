@@ -27,6 +27,7 @@ check: $(READY) typing
 
 docs: $(READY)
 	$(BIN)/python -m headway.core.reference docs
+	$(BIN)/python deploy/grafana/dashboard.py deploy/grafana/headway.json
 
 bench: $(READY)
 	$(BIN)/python bench/queue_hop.py

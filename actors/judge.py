@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import time
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -22,12 +21,12 @@ from headway.actors.chat import encode, eos_token_ids
 from headway.actors.extra_rollouts import fold
 from headway.actors.generation_rows import all_of
 from headway.actors.generation_traces import Traces, places, prepare, remove_traces
+from headway.actors.later_verdicts import leaves, settle
 from headway.core.config import JUDGE_VERDICT_TOKENS, Config
 from headway.core.errors import ConfigError, DataError, EngineDead
 from headway.core.metrics import Recorder, Update
 from headway.core.prompts import Prompt
-from headway.core.rollouts import judged_text, replace_column
-from headway.verifiers.composite import combine, expand
+from headway.verifiers.composite import expand
 from headway.verifiers.extract import after_reasoning
 from headway.verifiers.golds import MEANINGLESS
 from headway.verifiers.judging import (
@@ -39,7 +38,6 @@ from headway.verifiers.judging import (
     rubric_of,
     settled,
 )
-from headway.verifiers.pending import pending, with_pending
 from headway.verifiers.verdict import Item, Verdict, wrong
 
 TIMEOUT = "judge_timeout"
@@ -105,8 +103,8 @@ class JudgeActor:
     async def _try(self, known: Sequence[Prompt]) -> None:
         async def points(prompt: Prompt, response: str) -> float:
             item = Item(prompt.verifier, prompt.gold, response, prompt.context, prompt.text)
-            leaves = [leaf for leaf in expand(item) if leaf.name == JUDGE]
-            return sum(v.score or 0.0 for v in await all_of(self._leaf(leaf, "known") for leaf in leaves))
+            own = [leaf for leaf in expand(item) if leaf.name == JUDGE]
+            return sum(v.score or 0.0 for v in await all_of(self._leaf(leaf, "known") for leaf in own))
 
         golds = sum(await all_of(points(prompt, str(prompt.gold)) for prompt in known))
         others = sum(await all_of(points(prompt, MEANINGLESS) for prompt in known))
@@ -124,42 +122,16 @@ class JudgeActor:
         Unscored responses have reason `judge_no_verdict`, `judge_timeout`, `judge_too_long` (its prompt), or `bad_gold`
         (the rubric is no good). Raises `EngineDead`.
         """
-        rows = table.select(
-            ["rollout_id", "text", "extra", "reward", "reward_parts", "verdict_reason", "timing"]
-        ).to_pylist()
-        left = {number: leaves for number, row in enumerate(rows) if (leaves := pending(row["extra"]))}
-        if left:
-            results = await all_of(self._row(prompt, rows[number], leaves) for number, leaves in left.items())
-            now = time.time()
-            for number, verdict in zip(left, results, strict=True):
-                row = rows[number]
-                row["reward"], row["verdict_reason"] = verdict.score, verdict.reason
-                parts = [{"name": name, "value": value} for name, value in verdict.parts]
-                row["reward_parts"] = [*(row["reward_parts"] or ()), *parts]
-                row["extra"] = with_pending(row["extra"], None)
-                row["timing"] = {**(row["timing"] or {}), "scored": now}
-            for name in ("reward", "reward_parts", "verdict_reason", "extra", "timing"):
-                table = replace_column(table, name, [row[name] for row in rows])
+        own = leaves(table, prompt, JUDGE)
+        if own:
+            ids = table["rollout_id"].to_pylist()
+            verdicts = await all_of(self._leaf(leaf.item, f"{ids[leaf.row]}/{leaf.number}") for leaf in own)
+            found = {(leaf.row, leaf.number): verdict for leaf, verdict in zip(own, verdicts, strict=True)}
+            table, settled = settle(table, prompt, found)
+            for verdict in settled:
+                if verdict.score is None:
+                    self._recorder.inc("headway_verifier_errors_total", label=verdict.reason)
         return fold(table)
-
-    async def _row(self, prompt: Prompt, row: dict[str, Any], leaves: Sequence[Verdict | None]) -> Verdict:
-        """The verdict on one response, from those on its leaves."""
-        started = time.monotonic()
-        answer = judged_text(row["text"], row["extra"])
-        item = Item(prompt.verifier, prompt.gold, answer, prompt.context, prompt.text)
-        parts = expand(item)
-        judged = iter(
-            await all_of(
-                self._leaf(part, f"{row['rollout_id']}/{number}")
-                for number, (part, known) in enumerate(zip(parts, leaves, strict=True))
-                if known is None
-            )
-        )
-        verdict = combine(item, [next(judged) if known is None else known for known in leaves])
-        self._recorder.observe("headway_verifier_seconds", [time.monotonic() - started])
-        if verdict.score is None:
-            self._recorder.inc("headway_verifier_errors_total", label=verdict.reason)
-        return verdict
 
     async def _leaf(self, item: Item, name: str) -> Verdict:
         """What the votes on one response come to."""

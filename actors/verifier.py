@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 
 from headway.actors.extra_rollouts import fold
 from headway.actors.http_scorer import HttpScorer
+from headway.actors.later_verdicts import leave
 from headway.core.config import Verifiers
 from headway.core.errors import HeadwayError
 from headway.core.metrics import VERIFIER_ERRORS, Recorder, Update
@@ -19,7 +21,7 @@ from headway.core.rollouts import judged_text, replace_column
 from headway.verifiers.composite import combine, expand
 from headway.verifiers.golds import check_golds
 from headway.verifiers.judging import JUDGE
-from headway.verifiers.pending import HTTP, PENDING, with_pending
+from headway.verifiers.pending import HTTP, PENDING
 from headway.verifiers.pool import VerifierPool
 from headway.verifiers.registry import needed
 from headway.verifiers.verdict import Item, Verdict
@@ -74,12 +76,12 @@ class VerifierWorker:
         verdicts = [found[number][0] if number in found else _known(row) for number, row in enumerate(rows)]
         self._record(verdicts, [seconds for _, _, seconds in found.values()])
         if self._before_judge:
-            extras = [row["extra"] for row in rows]
-            for number, (verdict, leaves, _) in found.items():
-                if verdict.reason == PENDING:
-                    left = [None if leaf.reason == PENDING else leaf for leaf in leaves]
-                    extras[number] = with_pending(extras[number], left)
-            table = replace_column(table, "extra", extras)
+            left = {number: each for number, (verdict, each, _) in found.items() if verdict.reason == PENDING}
+            table = leave(table, left)
+            verdicts = [
+                replace(verdict, parts=()) if number in left else verdict
+                for number, verdict in enumerate(verdicts)
+            ]
         now = time.time()
         columns: dict[str, list[Any]] = {
             "reward": [verdict.score for verdict in verdicts],

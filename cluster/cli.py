@@ -77,7 +77,13 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
     checkpoint = prepare_folder(config, resume=resume, overwrite=overwrite)
     # Heavy modules only now, when what can be known without them is known.
     from headway.cluster.placement import check_resources, connect, disconnect
-    from headway.cluster.preflight import encode_demonstrations, known_to_judge, preflight, prompts_of
+    from headway.cluster.preflight import (
+        encode_demonstrations,
+        known_to_judge,
+        preflight,
+        prompts_of,
+        versions_of,
+    )
     from headway.cluster.progress import Progress
     from headway.cluster.ray_crew import RayCrew
     from headway.cluster.report import write_report
@@ -96,6 +102,7 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
         inputs = {
             "model.path": fingerprint_of_model(checked.model_folder),
             "data.source": fingerprint_of_prompts(prompts),
+            "the verifiers": versions_of(prompts),
         }
         check_same_inputs(config.run_folder, inputs, resume=resume)
         for fault in passed_over(config.run_folder / "checkpoints") if resume else ():

@@ -149,7 +149,7 @@ def _conversation(mailbox: Any, kind: str, value: Any) -> dict[str, Any]:
             mailbox.result.remote(ticket, ANSWER_DEADLINE_S), timeout=ANSWER_DEADLINE_S + CALL_DEADLINE_S
         )
     except RayTaskError as error:
-        raise ClusterError(f"{error.cause}; is it still alive?") from None
+        raise ClusterError(f"{error.cause}: it is gone, or starts still and will do it then") from None
     except RayActorError:
         raise ClusterError("the run ended before it answered") from None
     except TimeoutError:

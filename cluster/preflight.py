@@ -109,6 +109,12 @@ def kinds_of(prompt: Prompt) -> frozenset[str]:
     return registry.needed(prompt.verifier, prompt.gold, "", prompt.context)
 
 
+def versions_of(prompts: tuple[Prompt, ...]) -> str:
+    """Names and versions of the verifiers that score these prompts: a resumed run must have the same."""
+    kinds = frozenset[str]().union(*(kinds_of(prompt) for prompt in prompts))
+    return ", ".join(f"{kind} {registry.lookup(kind).version}" for kind in sorted(kinds))
+
+
 def known_to_judge(prompts: tuple[Prompt, ...]) -> list[Prompt]:
     """A few of those whose gold a judge can be tried on."""
     judged = (prompt for prompt in prompts if prompt.gold is not None and JUDGE in kinds_of(prompt))

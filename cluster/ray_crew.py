@@ -157,6 +157,8 @@ class RayCrew:
         self._incarnations: dict[tuple[str, int], int] = {}
         self._deaths: asyncio.Queue[ActorDied] = asyncio.Queue()
         self._requests: deque[tuple[int, str, Any]] = deque()
+        self._targets = folder.with_name(f"{folder.name}.targets.json")
+        """Where the endpoint is, for Prometheus, which reads all such files of a folder."""
         self._num_buckets = 0
         self._is_announced = False
         needs_reference, needs_critic = config.algorithm.needs_reference, config.algorithm.needs_critic
@@ -217,6 +219,7 @@ class RayCrew:
         self._members.clear()
         if self._is_announced:
             (self._folder / CLUSTER_FILE).unlink(missing_ok=True)
+            self._targets.unlink(missing_ok=True)
         try:
             await self._end(members)
         finally:
@@ -594,7 +597,14 @@ class RayCrew:
         await self._end_present("metrics", 0)
         metrics = self._config.metrics
         port, wait_s = (metrics.port, 0.0) if again_at is None else (again_at, REBIND_DEADLINE_S)
-        return await self._ask(self._create("metrics", 0), "serve", metrics.host, port, wait_s)
+        port = await self._ask(self._create("metrics", 0), "serve", metrics.host, port, wait_s)
+        is_own = self._config.cluster.address == "local" or metrics.host in ("localhost", "127.0.0.1")
+        host = "localhost" if is_own else ray.util.get_node_ip_address()
+        found = [{"targets": [f"{host}:{port}"], "labels": {"run": self._config.run.name}}]
+        draft = self._targets.with_suffix(".partial")
+        draft.write_text(json.dumps(found), encoding="utf-8")
+        draft.replace(self._targets)
+        return port
 
     async def show_metrics(self, state: dict[str, Any]) -> None:
         await self._ask(self._present("metrics"), "restore", state)

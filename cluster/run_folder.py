@@ -22,9 +22,13 @@ MAY_CHANGE = (
     "lag.straggler_deadline_s",
     *(
         f"{role}.{key}"
-        for role in ("learner", "reference", "critic")
+        for role in ("learner", "reference", "critic", "judge")
         for key in ("replicas", "cpus", "gpus", "threads", "labels", "microbatch_tokens")
     ),
+    "judge.deadline_s",
+    "judge.max_concurrent_requests",
+    "judge.gpu_memory_utilization",
+    "judge.kv_cache_gib",
     "learner.activation_checkpointing",
     "learner.bucket_mib",
     "learner.step_deadline_s",

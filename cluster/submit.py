@@ -51,7 +51,8 @@ def build_wheel(target: Path) -> Path:
 
 
 def job_folder(config: Config, folder: Path) -> None:
-    """What the job finds in its working directory: the configuration, and the prompt files under their names."""
+    """What the job finds in its working directory: the configuration, and the prompts, files or folders, under
+    their keys."""
     tree = json.loads(config.model_dump_json())
     tree["cluster"]["address"] = "auto"
     tree["run"]["folder"] = str(config.run.folder.resolve())
@@ -65,12 +66,16 @@ def job_folder(config: Config, folder: Path) -> None:
         source = tree["data"][key]
         if source is None or source.partition(":")[0] in ("reasoning_gym", *datasets.PACKAGED):
             continue
-        path = Path(source)
-        if path.is_file() and path.stat().st_size <= LARGEST_SHIPPED_FILE:
+        path, split = datasets.place_of(source)
+        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+        if files and sum(file.stat().st_size for file in files) <= LARGEST_SHIPPED_FILE:
             suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
             name = f"{key}{suffix}"  # two files of one name would overwrite one another
-            shutil.copy(path, folder / name)
-            tree["data"][key] = name
+            if path.is_dir():
+                shutil.copytree(path, folder / name)
+            else:
+                shutil.copy(path, folder / name)
+            tree["data"][key] = f"{name}:{split}" if split else name
         elif not path.is_absolute():
             raise ConfigError(
                 f"data.{key}={source} is missing here or over {LARGEST_SHIPPED_FILE >> 20} MiB, so it is not "

@@ -31,12 +31,17 @@ _SPLITS = frozenset({"train", "test", "validation", "valid", "val", "dev"})
 """Names of Parquet files that are splits, not parts of one table."""
 
 
+def place_of(source: str) -> tuple[Path, str]:
+    """The file or folder that a source names, and its split or an empty text."""
+    if not Path(source).exists() and ":" in source:
+        head, _, split = source.rpartition(":")
+        return Path(head), split
+    return Path(source), ""
+
+
 def read_rows(source: str) -> Iterator[tuple[str, Row]]:
     """The rows of a file or folder in order, each with where it is, for messages. Raises `DataError`."""
-    path, split = Path(source), ""
-    if not path.exists() and ":" in source:
-        head, _, split = source.rpartition(":")
-        path = Path(head)
+    path, split = place_of(source)
     if not path.exists():
         raise DataError(f"dataset {path} does not exist (data.source)")
     if path.is_dir():

@@ -124,7 +124,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "headway_step_seconds",
         "histogram",
-        "Time of an optimizer step, by stage.",
+        "Time of a batch (learner.steps_per_batch optimizer steps), by stage.",
         "stage",
         STEP_STAGES,
         SECONDS_BUCKETS,

@@ -218,7 +218,7 @@ def _reasoning_gym(
         )
     try:
         dataset = reasoning_gym.create_dataset(task, size=num_prompts, seed=seed, **params)
-    except (AssertionError, TypeError, ValueError) as error:
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:
         raise DataError(f"reasoning-gym task {task!r} refuses {params}: {error} (data.params)") from error
     return tuple(
         Prompt(

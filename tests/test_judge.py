@@ -330,9 +330,12 @@ async def test_the_verifier_stage_leaves_to_the_judge_what_is_its(judge: JudgeAc
         left = worker.score(sampled, prompt)
         assert left["reward"].to_pylist() == [None, None, 0.0]
         assert left["verdict_reason"].to_pylist() == [PENDING, PENDING, "no_answer"]
+        assert left["reward_parts"].to_pylist()[:2] == [[], []]
         assert not any(name.endswith("errors_total") for name, *_ in worker.drain_updates())
         scored = await judge.score(left, prompt)
         assert scored["reward"].to_pylist() == [0.25, 1.0, 0.0]
+        for parts, right, kind in zip(scored["reward_parts"].to_pylist(), (0, 1, 0), (1, 1, 0), strict=True):
+            assert parts == [{"name": "right", "value": right}, {"name": "kind", "value": kind}]
         assert [json.loads(extra or "{}") for extra in scored["extra"].to_pylist()] == [
             {},
             {"answer": "It is 4."},

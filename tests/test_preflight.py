@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from transformers import AutoTokenizer
 
 from headway.actors.policy import demonstrations_file
-from headway.cluster.preflight import encode_demonstrations
+from headway.cluster.preflight import encode_demonstrations, known_to_judge, preflight, versions_of
 from headway.core.config import parse_config
+from headway.core.errors import ConfigError
+from headway.core.prompts import Prompt
 from headway.learner.sft import read_demonstrations
 
 
@@ -42,3 +45,21 @@ def test_without_demonstrations_nothing_is_written(tmp_path: Path, tiny_random: 
     config = parse_config({"run": {"folder": str(tmp_path), "name": "r"}})
     encode_demonstrations(config, tiny_random)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_bound_to_the_versions_of_its_verifiers() -> None:
+    parts = {"right": {"verifier": "math", "weight": 1}, "kind": {"verifier": "judge", "weight": 1}}
+    composite = Prompt(prompt_id="a", content="?", gold="4", verifier="weighted", context={"parts": parts})
+    plain = Prompt(prompt_id="b", content="?", gold="4", verifier="numeric")
+    assert versions_of((composite, plain)) == "judge 1, math 2, numeric 1, weighted 1"
+    assert known_to_judge((plain, composite)) == [composite]
+
+
+@pytest.mark.parametrize(("verifier", "key"), [("judge", "judge.model"), ("http", "verifiers.http_url")])
+def test_a_scorer_that_rows_need_must_be_named(tmp_path: Path, verifier: str, key: str) -> None:
+    config = parse_config({"run": {"folder": str(tmp_path), "name": "r"}})
+    prompts = (Prompt(prompt_id="a", content="?", gold="4", verifier=verifier),)
+    with pytest.raises(
+        ConfigError, match=f"verifier '{verifier}' scores rows of .*, but {key} is null; set it"
+    ):
+        preflight(config, prompts, lambda _: None)

@@ -420,6 +420,10 @@ async def test_a_group_that_is_handed_back_goes_on_at_an_engine_that_came_late(c
 @pytest.mark.parametrize("role", ["generation", "verifiers", "reference", "queue", "metrics", "control"])
 async def test_a_killed_actor_is_reported_once_and_replaced(crew: RayCrew, role: str) -> None:
     port = await crew.serve_metrics(None)
+    targets = crew._folder.with_name("shared.targets.json")
+    assert json.loads(targets.read_text()) == [
+        {"targets": [f"localhost:{port}"], "labels": {"run": "shared"}}
+    ]
     before = crew.incarnation(role, 0)
     os.kill(await pid_of(crew, role), signal.SIGKILL)
     async with asyncio.timeout(3):
@@ -648,6 +652,7 @@ async def test_weights_that_die_while_they_are_trained_are_lost_and_nothing_is_l
     config = configuration(tmp_path, "lost", algorithm={"preset": "ppo", "reference_refresh_steps": 2})
     async with opened(config) as crew:
         await crew.serve_metrics(None)
+        assert (tmp_path / "lost.targets.json").exists()
         pids = {key: await pid_of(crew, *key) for key in crew._members}
         child = await inside(crew, "generation", 0, lambda engine: engine.child.pid)
         where = json.loads((config.run_folder / "cluster.json").read_text())
@@ -665,6 +670,7 @@ async def test_weights_that_die_while_they_are_trained_are_lost_and_nothing_is_l
                 await crew.replace(role, 0)
     assert await gone(child, *pids.values()) and not [name for name in placed() if name.startswith("lost-")]
     assert not (config.run_folder / "cluster.json").exists()
+    assert not (tmp_path / "lost.targets.json").exists()
     async with opened(configuration(tmp_path, "lost")) as crew:
         assert (await roll(crew, 1)).group_id == 1
     await crew.close()  # again is no error

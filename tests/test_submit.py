@@ -22,7 +22,8 @@ import pytest
 
 from headway.cluster import submit as jobs
 from headway.cluster.submit import build_wheel
-from headway.core.errors import ClusterError
+from headway.core.config import parse_config
+from headway.core.errors import ClusterError, ConfigError
 
 pytestmark = pytest.mark.timeout(600)
 TOKEN = "6f9619ff8b86d011b42d00c04fc964ff6f9619ff8b86d011b42d00c04fc964ff"
@@ -175,3 +176,22 @@ def test_a_request_without_an_answer_is_sent_again_but_not_for_ever(
         finally:
             over.set()
             server.shutdown()
+
+
+def test_prompts_travel_with_the_job_under_their_keys(tmp_path: Path) -> None:
+    """A file by its kind, a folder whole, its split kept; what is too large must be readable everywhere."""
+    data, job = tmp_path / "data", tmp_path / "job"
+    (data / "train").mkdir(parents=True)
+    (data / "train" / "a.parquet").write_bytes(b"rows")
+    (tmp_path / "held.jsonl.gz").write_bytes(b"more")
+    config = parse_config(
+        {"data": {"source": f"{data}:train", "eval_source": str(tmp_path / "held.jsonl.gz")}}
+    )
+    job.mkdir()
+    jobs.job_folder(config, job)
+    tree = json.loads((job / "config.json").read_text())
+    assert (tree["data"]["source"], tree["data"]["eval_source"]) == ("source:train", "eval_source.jsonl.gz")
+    assert (job / "source" / "train" / "a.parquet").read_bytes() == b"rows"
+    assert (job / "eval_source.jsonl.gz").read_bytes() == b"more"
+    with pytest.raises(ConfigError, match=r"data.source=nowhere.jsonl is missing here .* absolute path"):
+        jobs.job_folder(parse_config({"data": {"source": "nowhere.jsonl"}}), job)
