@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from headway.cluster import simulate_cli, verify_cli
+from headway.cluster import rollouts_cli, simulate_cli, verify_cli
 from headway.core.config import Config, dump_config, load_config
 from headway.core.errors import ConfigError, HeadwayError, UserError
 
@@ -325,6 +325,7 @@ def _score(config: Config, run: Path, *, as_json: bool) -> None:
 app.command(context_settings=OVERRIDES)(simulate_cli.plan)
 app.command(context_settings=OVERRIDES)(simulate_cli.simulate)
 app.command()(verify_cli.verify)
+app.command()(rollouts_cli.rollouts)
 
 
 def _figure(value: float | None) -> str:

@@ -6,8 +6,11 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from tokenizers import Tokenizer, models
 
-from headway.cluster.report import MAX_POINTS, read_metrics, visible, write_report
+from headway.cluster.page import visible
+from headway.cluster.report import read_metrics, write_report
+from headway.cluster.report_plots import MAX_POINTS, plots
 from headway.core import rollouts
 from headway.core.errors import DataError
 
@@ -145,7 +148,7 @@ def test_headlines_are_those_of_the_records(tmp_path):
         "Framework overhead": "10.0 % neither waits nor computes",  # 1 - (2 + 1 + 4 + 2) / 10
     }
     assert page.text.startswith("sums small · 20 of 30 steps · 0:03:20 h · max version lag 3 Reward")
-    assert page.tags.count("svg") == 10
+    assert page.tags.count("svg") == 13  # and one without values: these records hold no audit
 
 
 def test_a_page_needs_nothing_from_outside_and_runs_nothing(tmp_path):
@@ -327,3 +330,63 @@ def test_with_dynamic_sampling_the_reward_is_that_of_all_samples(tmp_path):
     page = Page(write_report(run_folder(tmp_path, records, config)).read_text())
     assert page.headlines["Reward"].startswith("0.100 → 0.800")
     assert "of all samples" in page.text and "of trained groups" in page.text
+
+
+def heights(records, title):
+    """By label of its layers, what the plot of this title shows at each step."""
+    (plot,) = [plot for plot in plots(records, "reward_mean") if plot.title.startswith(title)]
+    return {
+        layer.label: (layer.high - (0 if layer.low is None else layer.low)).round(6).tolist()
+        for layer in plot.layers
+    }
+
+
+def test_lag_is_split_into_its_phases():
+    # (1 + 3) / 2 = 2 steps of lag, of which (1 + 0) / 2 while they waited
+    records = [record(1, lag=[0, 0], lag_queue=[0, 0]), record(2, lag=[1, 3], lag_queue=[1, 0])]
+    assert heights(records, "Version lag by phase") == {
+        "generation": [0.0, 1.5],
+        "queue": [0.0, 0.5],
+        "largest, total": [0.0, 3.0],
+    }
+
+
+def test_shares_of_step_time_make_one():
+    # of 10 s: 2 waited, 4 forward and backward, 2 optimizer, 0.5 publish, 1.5 rest
+    assert heights([record(1)], "Step time, shares") == {
+        "waited for groups": [0.2],
+        "forward and backward": [0.4],
+        "optimizer": [0.2],
+        "publish": [0.05],
+        "rest": [0.15],
+    }
+
+
+def test_masked_shares_are_of_the_reasons_that_masked():
+    records = [
+        record(1, masked_fraction={"unscored": 0.0, "no_signal": 0.5, "veto": 0.0}),
+        record(2, masked_fraction={"unscored": 0.0, "no_signal": 0.25, "veto": 0.125}),
+    ]
+    assert heights(records, "Masked") == {"no signal": [0.5, 0.25], "veto": [0.0, 0.125]}
+    assert heights([record(1, masked_fraction={"unscored": 0.0})], "Masked") == {"none": [0.0]}
+
+
+def test_the_audit_is_drawn():
+    audit = {"length_ks": 0.25, "reward_ks": 0.125, "task_distance": 0.5}
+    assert heights([record(1, audit=audit)], "Audit") == {
+        "lengths (KS)": [0.25],
+        "rewards (KS)": [0.125],
+        "kinds of task (total variation)": [0.5],
+    }
+
+
+def test_prompts_are_shown_where_the_tokenizer_is_known(tmp_path):
+    folder = run_folder(tmp_path, [record(1)])
+    store(folder, 1, [response(0, s, "x", float(s)) for s in range(2)])
+    assert read(folder).of("summary") == ["Resolved configuration"]
+    tokenizer = folder / "checkpoints" / "version-00000001" / "learner" / "model" / "tokenizer.json"
+    tokenizer.parent.mkdir(parents=True)
+    Tokenizer(models.WordLevel({"<unk>": 0, "<b>?</b>": 1}, unk_token="<unk>")).save(str(tokenizer))
+    page = read(folder)
+    assert page.of("summary") == ["prompt", "prompt", "Resolved configuration"]
+    assert page.of("pre")[:2] == ["<b>?</b>", "x"]
