@@ -20,7 +20,7 @@ class CriticActor:
 
     def __init__(self, config: Config, model_folder: str) -> None:
         torch.set_num_threads(config.critic.threads or os.cpu_count() or 1)
-        self._trainer = CriticTrainer(config, Path(model_folder))
+        self._trainer = CriticTrainer(config, Path(config.critic.path or model_folder))
 
     def score(self, table: pa.Table) -> pa.Table:
         """One group's table with `values` filled in: [T] float32 per response, the expected reward to go before the
@@ -33,9 +33,10 @@ class CriticActor:
         values_N = self._trainer.values(group)
         return replace_column(table, "values", np.split(values_N, np.cumsum(group.lengths)[:-1]))
 
-    def train(self, version: int, *tables: pa.Table) -> list[CriticStats]:
-        """`steps_per_batch` optimizer steps from `version` on; one table per group."""
-        return self._trainer.train(tables, version)
+    def train(self, version: int, *tables: pa.Table, columns: pa.Table | None = None) -> list[CriticStats]:
+        """`steps_per_batch` optimizer steps from `version` on; one table per group. `columns`: the learner's, for
+        `critic.targets=vtrace`."""
+        return self._trainer.train(tables, version, columns)
 
     def save(self, folder: str) -> None:
         """Writes the critic's part of a checkpoint into an existing folder. Raises `CheckpointFailed`."""

@@ -117,7 +117,7 @@ class JudgeActor:
     async def score(self, table: pa.Table, prompt: Prompt) -> pa.Table:
         """The rollout table with `reward`, `reward_parts`, `verdict_reason` and `timing.scored` filled in where a verdict
         was pending in `extra`, and taken out there; other rows stay. Extra rows are then folded into `values`
-        (`extra_rollouts.fold`).
+        (`extra_rollouts.fold`), unless the reward model sees them next.
 
         Unscored responses have reason `judge_no_verdict`, `judge_timeout`, `judge_too_long` (its prompt), or `bad_gold`
         (the rubric is no good). Raises `EngineDead`.
@@ -131,7 +131,7 @@ class JudgeActor:
             for verdict in settled:
                 if verdict.score is None:
                     self._recorder.inc("headway_verifier_errors_total", label=verdict.reason)
-        return fold(table)
+        return fold(table) if self._config.reward_model.path is None else table
 
     async def _leaf(self, item: Item, name: str) -> Verdict:
         """What the votes on one response come to."""

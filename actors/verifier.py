@@ -21,7 +21,7 @@ from headway.core.rollouts import judged_text, replace_column
 from headway.verifiers.composite import combine, expand
 from headway.verifiers.golds import check_golds
 from headway.verifiers.judging import JUDGE
-from headway.verifiers.pending import HTTP, PENDING
+from headway.verifiers.pending import HTTP, PENDING, REWARD_MODEL
 from headway.verifiers.pool import VerifierPool
 from headway.verifiers.registry import needed
 from headway.verifiers.verdict import Item, Verdict
@@ -34,11 +34,11 @@ class VerifierWorker:
     """Scores responses in killable processes, and what is for a scorer behind HTTP there. All methods may be called from
     several threads at a time."""
 
-    def __init__(self, settings: Verifiers, before_judge: bool = False) -> None:
-        """Starts the processes. `before_judge`: verdicts of verifier `judge` are left to a later stage, which also folds
-        extra rows. Raises `HeadwayError` when the processes do not tell a right answer from a wrong one, and `ConfigError`
+    def __init__(self, settings: Verifiers, before_others: bool = False) -> None:
+        """Starts the processes. `before_others`: verdicts of a judge or a reward model are left to later stages, which also
+        fold extra rows. Raises `HeadwayError` when the processes do not tell a right answer from a wrong one, and `ConfigError`
         for an HTTP scorer that cannot be one."""
-        self._before_judge = before_judge
+        self._before_others = before_others
         self._http = _http_scorer(settings)
         self._pool = VerifierPool(settings.processes, settings.timeout_s, settings.memory_mib)
         self._recorder = Recorder()
@@ -58,8 +58,8 @@ class VerifierWorker:
         `extra`); rows that their environment has judged keep its verdict. Extra rows are scored too, and then folded
         into `values` (`extra_rollouts.fold`): they are not in the returned table.
 
-        Before a judge, a response of which it has to judge something has no reward yet, reason `pending`, and what is
-        known so far in `extra` (`with_pending`); extra rows stay."""
+        Before other stages, a response of which they have to judge something has no reward yet, reason `pending`, and
+        what is known so far in `extra` (`with_pending`); extra rows stay."""
         rows = table.select(["text", "reward", "reward_parts", "verdict_reason", "extra"]).to_pylist()
         answers = {
             number: Item(
@@ -75,7 +75,7 @@ class VerifierWorker:
         found = dict(zip(answers, self._verdicts(list(answers.values())), strict=True))
         verdicts = [found[number][0] if number in found else _known(row) for number, row in enumerate(rows)]
         self._record(verdicts, [seconds for _, _, seconds in found.values()])
-        if self._before_judge:
+        if self._before_others:
             left = {number: each for number, (verdict, each, _) in found.items() if verdict.reason == PENDING}
             table = leave(table, left)
             verdicts = [
@@ -94,12 +94,12 @@ class VerifierWorker:
         }
         for name, values in columns.items():
             table = replace_column(table, name, values)
-        return table if self._before_judge else fold(table)
+        return table if self._before_others else fold(table)
 
     def _verdicts(self, items: Sequence[Item]) -> list[tuple[Verdict, list[Verdict], float]]:
         """On each item: the verdict, those on its leaves, and the seconds in the pool. A composite is one job of the pool
         unless some leaf is scored elsewhere."""
-        split = [expand(item) if needed(*item) & {HTTP, JUDGE} else [item] for item in items]
+        split = [expand(item) if needed(*item) & {HTTP, JUDGE, REWARD_MODEL} else [item] for item in items]
         flat = [leaf for leaves in split for leaf in leaves]
         timed = self._pool.score_timed(flat)
         verdicts = [verdict for verdict, _ in timed]
@@ -144,7 +144,7 @@ class VerifierWorker:
         with self._recording:
             self._recorder.observe("headway_verifier_seconds", seconds)
             for verdict in verdicts:
-                if verdict.reason == PENDING and self._before_judge:
+                if verdict.reason == PENDING and self._before_others:
                     continue
                 if verdict.score is None or verdict.reason in _UNSCORED_OR_LIMIT:
                     # Reasons are as many as verifiers care to give; labels are few.

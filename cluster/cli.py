@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import signal
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,9 +14,6 @@ from rich.markup import escape
 from headway.cluster import rollouts_cli, simulate_cli, verify_cli
 from headway.core.config import Config, dump_config, load_config
 from headway.core.errors import ConfigError, HeadwayError, UserError
-
-if TYPE_CHECKING:
-    from headway.cluster.run import Run
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
@@ -72,63 +67,16 @@ def train(
 
 
 def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
-    from headway.cluster.run_folder import check_same_inputs, prepare_folder
+    from headway.cluster.run_folder import prepare_folder
 
     checkpoint = prepare_folder(config, resume=resume, overwrite=overwrite)
     # Heavy modules only now, when what can be known without them is known.
-    from headway.cluster.placement import check_resources, connect, disconnect
-    from headway.cluster.preflight import (
-        encode_demonstrations,
-        known_to_judge,
-        preflight,
-        prompts_of,
-        versions_of,
-    )
-    from headway.cluster.progress import Progress
-    from headway.cluster.ray_crew import RayCrew
-    from headway.cluster.report import write_report
-    from headway.cluster.run import Run
-    from headway.core.prompts import PromptStream
-    from headway.core.prompts import fingerprint as fingerprint_of_prompts
-    from headway.learner.checkpoint import passed_over
-    from headway.learner.pretrained import fingerprint as fingerprint_of_model
+    from headway.cluster.train import train_offline, train_policy
 
-    with Progress(config, console) as progress:
-        progress.say("checking model, data and golds")
-        prompts = prompts_of(config, config.data.source, config.run.seed)
-        checked = preflight(config, prompts, progress.say)
-        config = checked.config
-        encode_demonstrations(config, checked.model_folder)
-        inputs = {
-            "model.path": fingerprint_of_model(checked.model_folder),
-            "data.source": fingerprint_of_prompts(prompts),
-            "the verifiers": versions_of(prompts),
-        }
-        check_same_inputs(config.run_folder, inputs, resume=resume)
-        for fault in passed_over(config.run_folder / "checkpoints") if resume else ():
-            progress.say(f"passed over {fault}")
-        config.run_folder.joinpath("config.json").write_text(dump_config(config), encoding="utf-8")
-        progress.header(config, num_prompts=len(prompts), model=str(checked.model_folder))
-        connect(config)
-        check_resources(config)
-        run = Run(
-            config=config,
-            crew=lambda: RayCrew(
-                config, config.run_folder.resolve(), str(checked.model_folder), known=known_to_judge(prompts)
-            ),
-            prompts=PromptStream(prompts, config.run.seed),
-            longest_prompt=checked.longest_prompt,
-            progress=progress,
-            resume_from=checkpoint,
-        )
-        try:
-            interrupted = asyncio.run(_until_stopped(run))
-        finally:
-            if (config.run_folder / "metrics.jsonl").exists():
-                console.print(f"report: {write_report(config.run_folder)}", highlight=False)
-            disconnect()
-    if interrupted:
-        console.print(f"stopped at version {run.version}; go on with --resume", highlight=False)
+    train = train_policy if config.stage == "rl" else train_offline
+    stopped_at = train(config, console, checkpoint=checkpoint, resume=resume)
+    if stopped_at is not None:
+        console.print(f"stopped at version {stopped_at}; go on with --resume", highlight=False)
         return EXIT_INTERRUPTED
     return 0
 
@@ -330,31 +278,6 @@ app.command()(rollouts_cli.rollouts)
 
 def _figure(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
-
-
-async def _until_stopped(run: Run) -> bool:
-    """Executes the run; the first Ctrl-C ends it after the step in progress, the second at once."""
-    task = asyncio.ensure_future(run.execute())
-    interrupted = False
-
-    def on_signal() -> None:
-        nonlocal interrupted
-        if interrupted:
-            task.cancel()
-            return
-        interrupted = True
-        run.progress.say("stopping after this step, with a checkpoint (again to stop at once)")
-        run.request_stop()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    try:
-        await task
-    except asyncio.CancelledError:
-        if not interrupted:
-            raise
-    return interrupted
 
 
 def main() -> None:

@@ -73,6 +73,8 @@ class Need:
 
 def needs(config: Config) -> list[Need]:
     """The groups of this configuration, largest GPU demand first."""
+    if config.stage != "rl":
+        return [_need("learner", config.learner.replicas, config.learner)]
     groups = [
         _need("learner", config.learner.replicas, config.learner),
         _need("generation", config.generation.replicas, config.generation),
@@ -80,6 +82,8 @@ def needs(config: Config) -> list[Need]:
     ]
     if config.judge.model:
         groups.append(_need("judge", config.judge.replicas, config.judge))
+    if config.reward_model.path:
+        groups.append(_need("reward_model", config.reward_model.replicas, config.reward_model))
     if config.algorithm.needs_reference:
         groups.append(_need("reference", config.reference.replicas, config.reference))
     if config.algorithm.needs_critic:
@@ -384,7 +388,7 @@ def _hosted(cls: type, log: str, expected_version: str, num_gpus: int) -> type:
             async def watch(self) -> None:
                 await asyncio.Event().wait()
 
-            async def signalled(self, method: str, *args: Any) -> tuple[Any, None]:
+            async def signalled(self, method: str, *args: Any) -> Any:
                 """The result, and beside it something small to wait for, which fails as it does."""
                 return await getattr(self, method)(*args), None
         else:
@@ -393,7 +397,7 @@ def _hosted(cls: type, log: str, expected_version: str, num_gpus: int) -> type:
             def watch(self) -> None:
                 threading.Event().wait()
 
-            def signalled(self, method: str, *args: Any) -> tuple[Any, None]:  # pyright: ignore[reportRedeclaration]
+            def signalled(self, method: str, *args: Any) -> Any:  # pyright: ignore[reportRedeclaration]
                 return getattr(self, method)(*args), None
 
     Hosted.__name__ = Hosted.__qualname__ = cls.__name__

@@ -22,7 +22,7 @@ from headway.learner.pretrained import is_to_be_made, model_folder
 from headway.learner.sft import Demonstration, write_demonstrations
 from headway.verifiers import registry, sandbox
 from headway.verifiers.judging import JUDGE
-from headway.verifiers.pending import HTTP
+from headway.verifiers.pending import HTTP, REWARD_MODEL
 
 CHECKED_GOLDS = 100
 CHECKED_LENGTHS = 64
@@ -73,12 +73,15 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
     _check_remote(config, kinds, say)
     if "code" in kinds and (gap := sandbox.unprotected()):
         say(f"warning: {gap}")
-    if is_to_be_made(config.model.path):
-        say(f"making model {config.model.path}, once (about a minute)")
-    folder = model_folder(config.model.path)
+    folder = made_model(config.model.path, say)
     if config.judge.model is not None:
-        judge = config.judge.model_copy(update={"model": str(model_folder(config.judge.model))})
+        judge = config.judge.model_copy(update={"model": str(made_model(config.judge.model, say))})
         config = config.model_copy(update={"judge": judge})
+    if config.critic.path is not None:
+        critic = config.critic.model_copy(update={"path": str(made_model(config.critic.path, say).resolve())})
+        config = config.model_copy(update={"critic": critic})
+    if config.reward_model.path is not None:
+        config = _with_reward_model(config, config.reward_model.path, folder)
     longest = _longest_prompt(config, folder, prompts)
     needed = longest + config.sampling.max_new_tokens
     batch = config.groups_per_batch * group_bytes(
@@ -125,6 +128,7 @@ def _check_remote(config: Config, kinds: frozenset[str], say: Callable[[str], No
     for kind, key, value in (
         (JUDGE, "judge.model", config.judge.model),
         (HTTP, "verifiers.http_url", config.verifiers.http_url),
+        (REWARD_MODEL, "reward_model.path", config.reward_model.path),
     ):
         if kind in kinds and value is None:
             raise ConfigError(
@@ -132,6 +136,37 @@ def _check_remote(config: Config, kinds: frozenset[str], say: Callable[[str], No
             )
         if value is not None and kind not in kinds:
             say(f"warning: {key}={value}, but no row of {config.data.source} has verifier {kind!r}")
+
+
+def made_model(name: str, say: Callable[[str], None]) -> Path:
+    """The model's folder, made first if headway makes it itself. Raises `DataError`."""
+    if is_to_be_made(name):
+        say(f"making model {name}, once (about a minute)")
+    return model_folder(name)
+
+
+def _with_reward_model(config: Config, path: str, policy: Path) -> Config:
+    """The configuration with the reward model's full path. Raises `DataError` when it cannot judge this policy."""
+    from transformers import AutoTokenizer
+
+    from headway.learner.reward_model import read_about
+
+    folder = Path(path).resolve()
+    share, limit = read_about(folder).get("filler_share"), config.reward_model.max_filler_share
+    if share is not None and share > limit:
+        raise DataError(
+            f"reward_model.path={path} scores empty or filler answers at least as high as right ones for {share:.0%} of the "
+            f"prompts that it was held out from, more than reward_model.max_filler_share={limit:g}: a policy would learn to "
+            "write filler; train it on pairs that have such answers as rejected ones"
+        )
+    words = [AutoTokenizer.from_pretrained(str(each)).get_vocab() for each in (policy, folder)]
+    if words[0] != words[1]:
+        raise DataError(
+            f"reward_model.path={path} has another vocabulary than model.path={config.model.path}: it reads the policy's "
+            "tokens; train it from a model of the same family"
+        )
+    own = config.reward_model.model_copy(update={"path": str(folder)})
+    return config.model_copy(update={"reward_model": own})
 
 
 def check_golds(config: Config, prompts: tuple[Prompt, ...]) -> None:

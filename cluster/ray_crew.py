@@ -33,6 +33,7 @@ from headway.actors.generation_rows import GroupRequest
 from headway.actors.judge import JudgeActor
 from headway.actors.policy import PolicyActor
 from headway.actors.reference import ReferenceActor
+from headway.actors.reward_model import RewardModelActor
 from headway.actors.verifier import VerifierWorker
 from headway.cluster.control import CLUSTER_FILE, Mailbox
 from headway.cluster.crew import EngineReport, Release, Trained
@@ -43,6 +44,7 @@ from headway.cluster.placement import (
     Placement,
     check_store,
     namespace,
+    needs,
     short_reason,
     store_table,
 )
@@ -57,7 +59,7 @@ from headway.core.errors import (
     RolloutFailed,
     StoreFull,
 )
-from headway.core.metrics import Recorder, Update
+from headway.core.metrics import SCORERS, Recorder, Update
 from headway.core.prompts import Prompt
 
 ROLES: Mapping[str, type] = {
@@ -65,6 +67,7 @@ ROLES: Mapping[str, type] = {
     "generation": GenerationActor,
     "verifiers": VerifierWorker,
     "judge": JudgeActor,
+    "reward_model": RewardModelActor,
     "reference": ReferenceActor,
     "critic": CriticActor,
     "queue": RolloutQueue,
@@ -75,6 +78,8 @@ ROLES: Mapping[str, type] = {
 
 ENDINGS = {"generation": "shutdown", "verifiers": "close", "judge": "shutdown"}
 """Method of a role that ends its child processes."""
+JUDGING = {"verifiers", "judge", "reward_model"}
+"""Scorers that give rewards: they see the prompt, and have metrics of their own."""
 ENDING_DEADLINE_S = 10.0
 DRAIN_S = 30.0
 """For a scorer that leaves, to end the groups that it has."""
@@ -161,20 +166,15 @@ class RayCrew:
         """Where the endpoint is, for Prometheus, which reads all such files of a folder."""
         self._num_buckets = 0
         self._is_announced = False
-        needs_reference, needs_critic = config.algorithm.needs_reference, config.algorithm.needs_critic
-        self._scorers = {
-            "verifiers": config.verifiers.replicas,
-            **({"judge": config.judge.replicas} if config.judge.model else {}),
-            **({"reference": config.reference.replicas} if needs_reference else {}),
-            **({"critic": config.critic.replicas} if needs_critic else {}),
-        }
+        groups = {need.role: need.replicas for need in needs(config)}
+        self._scorers = {role: groups[role] for role in SCORERS if role in groups}
         """Replicas by role, in the order in which they see a group."""
         self._recorder = Recorder()
         self._at: Counter[str] = Counter()
         """Groups at each scorer now."""
-        self._changing = {"critic"} if needs_critic else set()
+        self._changing = {"critic"} & self._scorers.keys()
         """Scorers whose weights change during the run; the replicas of a role hold the same."""
-        if needs_reference and config.algorithm.reference_refresh_steps:
+        if "reference" in self._scorers and config.algorithm.reference_refresh_steps:
             self._changing.add("reference")
 
     # ---- life and death ------------------------------------------------------------------------------------
@@ -184,7 +184,8 @@ class RayCrew:
         await self._placement.reserve()
         weight_nodes = await self._placement.nodes("learner")
         await asyncio.to_thread(check_store, self._config, self._model_folder, weight_nodes)
-        self._create("queue", 0)
+        if self._config.stage == "rl":
+            self._create("queue", 0)
         for rank in range(self._config.learner.replicas):
             self._create("learner", rank)
         for role, replicas in self._scorers.items():
@@ -273,7 +274,7 @@ class RayCrew:
 
     @property
     def replicas(self) -> dict[str, int]:
-        single = {"queue": 1, "metrics": 1, CONTROL: 1}
+        single = {**({"queue": 1} if self._config.stage == "rl" else {}), "metrics": 1, CONTROL: 1}
         return {"learner": self._config.learner.replicas, **self._scorers, **single}
 
     def _create(self, role: str, replica: int) -> _Member:
@@ -291,7 +292,9 @@ class RayCrew:
                 concurrency, args = MANY_CALLS, (config, replica)
             case "verifiers":
                 concurrency = config.verifiers.processes + 4
-                args = (config.verifiers, "judge" in self._scorers)
+                args = (config.verifiers, bool(self._scorers.keys() & JUDGING - {"verifiers"}))
+            case "reward_model":
+                args = (config,)
             case "queue":
                 concurrency, args = MANY_CALLS, (store_table, ray.get)
             case "metrics":
@@ -434,13 +437,24 @@ class RayCrew:
         scorers = [self._able(member) for role in self._scorers for member in self._replicas_of(role)]
         self._num_buckets, *_ = await asyncio.gather(*starts, *scorers)
 
+    async def ask_learner(self, method: str, *args: Any) -> Any:
+        """What rank 0 answers; all ranks are asked."""
+        first, *_ = await self._ask_all(self._ranks, method, *args)
+        return first
+
     async def train(self, version: int, group_ids: Sequence[int]) -> Trained:
         rows = await self._ask(self._present("queue"), "take", list(group_ids))
         ranks = self._ranks
         calls = [member.handle.train.options(num_returns=2).remote(version, *rows) for member in ranks]
         ends = [self._result(stats, member) for (stats, _), member in zip(calls, ranks, strict=True)]
         if "critic" in self._scorers:
-            ends += [self._ask(member, "train", version, *rows) for member in self._replicas_of("critic")]
+            # Its targets may need the learner's log-probabilities, for which Ray then lets it wait.
+            late = self._config.critic.targets == "vtrace"
+            learned = {"columns": calls[0][1]} if late else {}
+            ends += [
+                self._result(member.handle.train.remote(version, *rows, **learned), member)
+                for member in self._replicas_of("critic")
+            ]
         stats, *others = await asyncio.gather(*ends)
         critic_stats = others[-1] if "critic" in self._scorers else []
         return Trained(stats=stats, critic_stats=critic_stats, columns=calls[0][1])
@@ -511,7 +525,7 @@ class RayCrew:
         scored = rows.reference
         for role, replicas in self._scorers.items():
             scorer = self._present(role, rows.request.group_id % replicas)
-            prompt = (rows.request.prompt,) if role in ("verifiers", "judge") else ()
+            prompt = (rows.request.prompt,) if role in JUDGING else ()
             call = scorer.handle.signalled.options(num_returns=2)
             scored, sign = call.remote("score", scored, *prompt)
             stages.append(_Stage(scorer, scored, sign))
@@ -611,7 +625,7 @@ class RayCrew:
 
     async def scorer_updates(self) -> list[Update]:
         updates: list[Update] = self._recorder.drain()
-        judging = [role for role in ("verifiers", "judge") if role in self._scorers]
+        judging = [role for role in self._scorers if role in JUDGING]
         calls = [self._ask(member, "drain_updates") for role in judging for member in self._replicas_of(role)]
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, list):

@@ -93,6 +93,9 @@ class Run:
         """Optimizer steps applied."""
         return self.session.version if self.session else 0
 
+    def say(self, text: str) -> None:
+        self.progress.say(text)
+
     def request_stop(self) -> None:
         """Ends the run after the optimizer step in progress, with a checkpoint."""
         self.stopping = True

@@ -22,7 +22,7 @@ MAY_CHANGE = (
     "lag.straggler_deadline_s",
     *(
         f"{role}.{key}"
-        for role in ("learner", "reference", "critic", "judge")
+        for role in ("learner", "reference", "critic", "judge", "reward_model")
         for key in ("replicas", "cpus", "gpus", "threads", "labels", "microbatch_tokens")
     ),
     "judge.deadline_s",

@@ -172,7 +172,7 @@ class Session:
             # There was a session, and it ended before its first checkpoint.
             nothing = Groups.nothing(self.config, self.longest_prompt)
             self.groups, _ = Groups.resume(*books, state=nothing, version=0, receipts=())
-            _keep_steps(self.folder / "metrics.jsonl", 0)
+            keep_steps(self.folder / "metrics.jsonl", 0)
             return
         state = json.loads((newest / "state.json").read_text())
         self.version = await self._call(
@@ -190,7 +190,7 @@ class Session:
         await self._call(self.crew.release(unknown), "the queue", "queue")
         if not self.is_restart:
             self.totals.restore({**state["metrics"], "gauges": ()})  # those of another day
-        _keep_steps(self.folder / "metrics.jsonl", self.version)
+        keep_steps(self.folder / "metrics.jsonl", self.version)
         self.progress.say(
             f"resumed at version {self.version}: {len(self.groups.live)} groups in the queue, "
             f"{len(self.groups.reissue)} issued again"
@@ -518,7 +518,7 @@ def _autoscaler(config: Config) -> Autoscaler | None:
     return Autoscaler(generation.min_replicas or generation.replicas, generation.max_replicas)
 
 
-def _keep_steps(file: Path, version: int) -> None:
+def keep_steps(file: Path, version: int) -> None:
     """Leaves out the steps after this version, which are taken again."""
     if not file.exists():
         return

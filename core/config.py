@@ -380,9 +380,36 @@ class Reference(Resources):
     """Padded tokens in one forward pass."""
 
 
+class RewardModel(Resources):
+    path: str | None = None
+    """What scores responses of verifier `reward_model`: a folder that `stage: reward_model` wrote (RUN/model); null: there
+    is none."""
+    cpus: float = Field(default=0.0, ge=0)
+    """CPUs per replica."""
+    replicas: int = Field(default=1, ge=1)
+    """Actors that hold it."""
+    microbatch_tokens: int = Field(default=8192, ge=16)
+    """Padded tokens in one forward pass."""
+    max_filler_share: float = Field(default=0.1, ge=0, le=1)
+    """A model that scores empty or filler answers at least as high as right ones, for more than this share of the prompts
+    that it was held out from, is refused: a policy would learn to write filler."""
+
+
 class Critic(Resources):
     replicas: Literal[1] = 1
     """The critic; started only for `algorithm.advantage=gae`."""
+    path: str | None = None
+    """Where its network starts: a model folder, or a reward model's, whose head it then starts with too; null:
+    `model.path`."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """First steps of the run in which only the critic learns and the policy stays as it is."""
+    targets: Literal["gae", "vtrace"] = "gae"
+    """What values are fitted to: the returns of the advantages; or V-trace's, which weigh what is to come by how likely
+    the present policy is to do it (needs the learner's log-probabilities, and so waits for it)."""
+    target_lambda: float | None = Field(default=None, ge=0, le=1)
+    """Lambda of the targets; 1 is Monte Carlo. null: `algorithm.gae_lambda`."""
+    vtrace_cap: float = Field(default=1.0, gt=0)
+    """Upper bound of V-trace's importance weights (rho and c)."""
     learning_rate: float = Field(default=1e-5, gt=0)
     """Of its own AdamW."""
     value_clip: float | None = Field(default=0.2, gt=0)
@@ -537,7 +564,44 @@ class Cluster(Section):
     """Longest wait for the groups' resources (seconds)."""
 
 
+class Offline(Section):
+    objective: Literal["dpo", "ipo", "kto", "orpo", "simpo", "beta_dpo"] = "dpo"
+    """Of `stage: preference` (docs/rlhf.md)."""
+    reward: Literal["outcome", "process"] = "outcome"
+    """What `stage: reward_model` learns: one score for a response, from pairs; or whether each step is right, from labelled
+    steps."""
+    rows_per_step: int = Field(default=32, ge=1)
+    """Rows of `data.source` in one optimizer step: pairs, labelled answers or demonstrations."""
+    held_out: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the prompts that are never trained on: accuracy is theirs, and the scale of a reward model."""
+    evaluate_every: int = Field(default=20, ge=0)
+    """Optimizer steps between evaluations on them; 0: only at the end."""
+    beta: float = Field(default=0.1, gt=0)
+    """How closely the policy is held to where it started (dpo, ipo, kto, simpo; the fixed part of beta_dpo)."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of pairs that are taken to be the wrong way round (dpo)."""
+    desirable_weight: float = Field(default=1.0, gt=0)
+    """Weight of desirable answers (kto),"""
+    undesirable_weight: float = Field(default=1.0, gt=0)
+    """and of undesirable ones."""
+    orpo_coef: float = Field(default=0.1, gt=0)
+    """Weight of the odds ratio beside the supervised loss (orpo)."""
+    gamma: float = Field(default=0.5, ge=0)
+    """Margin aimed at, in units of the implicit reward (simpo)."""
+    beta_scaling: float = Field(default=0.6, ge=0)
+    """How much beta follows the margins (beta_dpo),"""
+    beta_keep_fraction: float = Field(default=0.8, gt=0, le=1)
+    """the share of pairs that is kept,"""
+    beta_momentum: float = Field(default=0.9, ge=0, lt=1)
+    """and the memory of the running margins."""
+    centring: float = Field(default=0.01, ge=0)
+    """Weight of (chosen + rejected)^2, which draws a reward model's scores to 0."""
+
+
 class Config(Section):
+    stage: Literal["rl", "sft", "reward_model", "preference"] = "rl"
+    """What the run trains: a policy on its own rollouts; or, from rows that are there already, a policy on demonstrations,
+    a reward model, or a policy on preferences. Only `rl` has engines and scorers."""
     run: Run = Run()
     model: Model = Model()
     data: Data = Data()
@@ -551,6 +615,8 @@ class Config(Section):
     generation: Generation = Generation()
     verifiers: Verifiers = Verifiers()
     judge: Judge = Judge()
+    reward_model: RewardModel = RewardModel()
+    offline: Offline = Offline()
     queue: Queue = Queue()
     metrics: Metrics = Metrics()
     cluster: Cluster = Cluster()
@@ -597,6 +663,11 @@ class Config(Section):
         _check_lag(self)
         _check_scaling("generation", self.generation)
         _check_scaling("verifiers", self.verifiers)
+        if self.critic.warmup_steps and not self.algorithm.needs_critic:
+            raise ValueError(
+                f"critic.warmup_steps={self.critic.warmup_steps} with algorithm.advantage={self.algorithm.advantage}, which "
+                "has no critic to wait for; set algorithm.advantage=gae or critic.warmup_steps=0"
+            )
         verifiers = self.verifiers
         if verifiers.http_deadline_s < verifiers.http_timeout_s:
             raise ValueError(

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-ROLES = ("learner", "generation", "verifiers", "judge", "reference", "critic", "queue", "metrics", "control")
-SCORERS = ("verifiers", "judge", "reference", "critic")
+SCORERS = ("verifiers", "judge", "reward_model", "reference", "critic")
+ROLES = ("learner", "generation", *SCORERS, "queue", "metrics", "control")
 DROP_REASONS = ("straggler", "generation_failed", "verifier_failed", "group_too_small", "stale", "no_signal")
+ROWS = ("train", "held_out")
 STATES = ("issued", "finished", "trained", "dropped")
 STEP_STAGES = ("take", "unpack", "forward_backward", "optimizer", "publish", "total")
 WAIT_STAGES = (
@@ -44,6 +45,7 @@ VERIFIER_ERRORS = (
     "judge_no_verdict",
     "judge_timeout",
     "judge_too_long",
+    "reward_not_finite",
     "other",
 )
 REJECTING = ("mis_token", "mis_sequence", "veto", "off_policy_mask")
@@ -128,6 +130,27 @@ METRICS: tuple[Metric, ...] = (
         "stage",
         STEP_STAGES,
         SECONDS_BUCKETS,
+    ),
+    Metric(
+        "headway_offline_loss",
+        "gauge",
+        "Loss of the last step on rows that were there already, and of the rows held out.",
+        "rows",
+        ROWS,
+    ),
+    Metric(
+        "headway_preference_accuracy",
+        "gauge",
+        "Share of pairs (or labelled steps) on the right side.",
+        "rows",
+        ROWS,
+    ),
+    Metric(
+        "headway_preference_margin",
+        "gauge",
+        "Mean (implicit) reward of preferred answers minus that of the others.",
+        "rows",
+        ROWS,
     ),
     Metric(
         "headway_wait_seconds",

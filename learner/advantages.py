@@ -139,6 +139,33 @@ def gae(
     return _spread(advantages, mask_N), _spread(advantages + values, mask_N)
 
 
+def vtrace_targets(
+    rewards_N: Tensor,
+    values_N: Tensor,
+    log_ratios_N: Tensor,
+    mask_N: Tensor,
+    lengths_B: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    cap: float,
+) -> Tensor:
+    """What values should have been had the present policy sampled, [N] float32: V-trace (arXiv 1802.01561, equation 1).
+
+    v_t - V_t = rho_t (r_t + gamma V_t+1 - V_t) + gamma c_t (v_t+1 - V_t+1), with rho_t = min(cap, pi_t / mu_t) and c_t =
+    lambda rho_t. Where all ratios are 1 these are the returns of `gae`. log_ratios_N: log pi - log mu of the sampled
+    token (nats). Other arguments as in `gae`.
+    """
+    counts_B = _counts(mask_N, lengths_B)
+    values = values_N[mask_N].to(torch.float64)
+    rho = log_ratios_N[mask_N].to(torch.float64).exp().clamp(max=cap)
+    following = torch.zeros_like(values)
+    following[:-1] = values[1:]
+    following[_last(counts_B)] = 0.0
+    deltas = rho * (rewards_N[mask_N].to(torch.float64) + gamma * following - values)
+    return _spread(values + _discounted_sums(deltas, counts_B, gamma * lam * rho), mask_N)
+
+
 def reinforce(rewards_N: Tensor, mask_N: Tensor, lengths_B: Tensor, *, gamma: float) -> Tensor:
     """Reward to go: sum over k >= 0 of gamma^k r_t+k (Williams 1992). [N] float32; arguments as in `gae`."""
     return reinforce_baseline(rewards_N, mask_N, lengths_B, gamma=gamma, baseline=0.0)
@@ -203,16 +230,17 @@ def _last(counts_B: Tensor) -> Tensor:
     return (counts_B.cumsum(0) - 1)[counts_B > 0]
 
 
-def _discounted_sums(values: Tensor, counts_B: Tensor, factor: float) -> Tensor:
-    """y_t = x_t + factor y_t+1 within each response: over tokens in the mask, `counts_B` per response. All responses
+def _discounted_sums(values: Tensor, counts_B: Tensor, factor: float | Tensor) -> Tensor:
+    """y_t = x_t + factor_t y_t+1 within each response: over tokens in the mask, `counts_B` per response. All responses
     at a time, from their last tokens backwards."""
     sums = values.clone().numpy()
+    factors = np.broadcast_to(np.asarray(factor, dtype=np.float64), sums.shape)
     counts = counts_B.numpy()
     at = np.cumsum(counts) - 1
     for done in range(1, int(counts.max(initial=0))):
         at = at[counts > done] - 1
         counts = counts[counts > done]
-        sums[at] += factor * sums[at + 1]
+        sums[at] += factors[at] * sums[at + 1]
     return torch.from_numpy(sums)
 
 

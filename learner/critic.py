@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from headway.core.config import Config
 from headway.core.errors import DataError
+from headway.learner.advantages import gae, vtrace_targets
 from headway.learner.batching import Group, MicroBatch, pack
 from headway.learner.checkpoint import writing
 from headway.learner.model import PolicyModel
@@ -112,6 +113,11 @@ def explained_variance(values: Tensor, returns: Tensor) -> float | None:
     return float(1 - residual.var(correction=0) / returns.var(correction=0))
 
 
+def _flat(columns: pa.Table, name: str) -> Tensor:
+    """[N] float32, a list column's values, one row after another."""
+    return torch.from_numpy(columns[name].combine_chunks().flatten().to_numpy(zero_copy_only=False).copy())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CriticStats:
     """What one optimizer step of the critic did."""
@@ -149,12 +155,15 @@ class CriticTrainer:
             values_N[batch.token_index.numpy()] = self.model.values(batch).cpu().numpy()
         return values_N
 
-    def train(self, tables: Sequence[pa.Table], version: int) -> list[CriticStats]:
+    def train(
+        self, tables: Sequence[pa.Table], version: int, columns: pa.Table | None = None
+    ) -> list[CriticStats]:
         """`steps_per_batch` optimizer steps on `groups_per_batch` groups, one table each, over all tokens that are in
         the loss, those of groups without signal included: they say what to expect too. Tokens that the lag policy
         withholds are left out here as well, and its factors weigh down the errors of the values too.
 
-        `version` is the critic's version before the batch, which is the learner's: they step together. Raises
+        `version` is the critic's version before the batch, which is the learner's: they step together. `columns`: what the
+        learner appends to the batch's rows, for `critic.targets=vtrace`. Raises
         `SchemaError` for tables that do not hold a group each or lack a column that the algorithm needs,
         `LagOutOfBounds`, `NonFiniteStep` (weights and optimizer are then as before the step), and `ValueError` for a
         wrong version or number of groups.
@@ -162,16 +171,52 @@ class CriticTrainer:
         if version != self.version:
             raise ValueError(f"asked to train from version {version}, but the critic is at {self.version}")
         steps = prepare_batch(tables, self.config, self.rewards, version)
-        return [self._step(step) for step in steps]
+        targets = self._targets(steps, columns)
+        return [self._step(step, returns_N) for step, returns_N in zip(steps, targets, strict=True)]
+
+    def _targets(self, steps: Sequence[StepBatch], columns: pa.Table | None) -> list[Tensor]:
+        """[N] float32 for each step, what its values are fitted to."""
+        algorithm, critic = self.config.algorithm, self.config.critic
+        lam = algorithm.gae_lambda if critic.target_lambda is None else critic.target_lambda
+        targets: list[Tensor] = []
+        log_policy_N = None if columns is None else _flat(columns, "proximal_logprobs")
+        start = 0
+        for step in steps:
+            assert step.values_N is not None and step.returns_N is not None  # of algorithm.advantage=gae
+            tokens = len(step.returns_N)
+            counted_N = torch.from_numpy(np.concatenate([group.loss_mask for group in step.groups]))
+            counted_N &= ~step.rewards_B.isnan()[step.response_N]
+            common = (step.token_rewards_N, step.values_N)
+            if critic.targets == "vtrace":
+                if log_policy_N is None:
+                    raise ValueError("critic.targets=vtrace needs the learner's columns")
+                # Where the learner did not look, nothing has moved that could be weighed.
+                log_ratios_N = log_policy_N[start : start + tokens] - step.behavior_logprobs_N
+                returns_N = vtrace_targets(
+                    *common,
+                    log_ratios_N.nan_to_num(nan=0.0),
+                    counted_N,
+                    step.lengths_B,
+                    gamma=algorithm.gamma,
+                    lam=lam,
+                    cap=critic.vtrace_cap,
+                )
+            elif critic.target_lambda is not None:
+                _, returns_N = gae(*common, counted_N, step.lengths_B, gamma=algorithm.gamma, gae_lambda=lam)
+            else:
+                returns_N = step.returns_N
+            targets.append(returns_N)
+            start += tokens
+        return targets
 
     def _pack(self, groups: Sequence[Group], trained_N: np.ndarray) -> list[MicroBatch]:
         return pack(groups, trained_N, microbatch_tokens=self.config.critic.microbatch_tokens)
 
-    def _step(self, step: StepBatch) -> CriticStats:
+    def _step(self, step: StepBatch, returns_N: Tensor) -> CriticStats:
         critic = self.config.critic
         tokens_N = torch.from_numpy(step.in_loss_N)
-        old_values_N, returns_N = step.values_N, step.returns_N
-        assert old_values_N is not None and returns_N is not None  # of algorithm.advantage=gae
+        old_values_N = step.values_N
+        assert old_values_N is not None  # of algorithm.advantage=gae
         num_tokens = int(tokens_N.sum())
         total = 0.0
         self.model.zero_grad()

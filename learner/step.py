@@ -87,6 +87,8 @@ class StepBatch:
     """int64, response tokens, whether in the loss or not."""
     group_of_response_B: Tensor
     """int64."""
+    token_rewards_N: Tensor
+    """float64: what `rewards.token_rewards` gives each token."""
     rewards_B: Tensor
     """float64: outcome after penalty, normalisation and clip, plus process rewards, minus beta times the response's KL
     where it is in the reward; NaN where the response does not count."""
@@ -222,6 +224,7 @@ def prepare(
         response_N=columns.response_N,
         lengths_B=columns.lengths_B,
         group_of_response_B=columns.group_of_response_B,
+        token_rewards_N=rewards_N,
         rewards_B=rewards_B,
         kl_coef=kl_coef,
         kl_reference=kl_reference,

@@ -108,7 +108,8 @@ class Trainer:
         columns: list[pa.Table] = []
         for step, proximal_N in zip(steps, proximal, strict=True):
             stopped = bool(stats) and stats[-1].stopped_by_kl
-            step_stats, trained = self._step(step, proximal_N, seconds, stopped=stopped)
+            waits = self.version < self.config.critic.warmup_steps
+            step_stats, trained = self._step(step, proximal_N, seconds, stopped=stopped, waits=waits)
             stats.append(step_stats)
             columns.append(_columns(step, trained, proximal_N))
             seconds = {"unpack": 0.0, "forward_backward": 0.0}
@@ -171,13 +172,20 @@ class Trainer:
     # ---- one step --------------------------------------------------------------------------------------------
 
     def _step(
-        self, step: StepBatch, proximal_N: Tensor | None, seconds: dict[str, float], *, stopped: bool
+        self,
+        step: StepBatch,
+        proximal_N: Tensor | None,
+        seconds: dict[str, float],
+        *,
+        stopped: bool,
+        waits: bool,
     ) -> tuple[StepStats, Trained]:
+        """`stopped`: by the KL; `waits`: for the critic. Either leaves weights and moments as they are."""
         started = time.perf_counter()
         algorithm = self.config.algorithm
         tally = Tally()
         self.model.zero_grad()
-        if not stopped:
+        if not (stopped or waits):
             for batch in self.passes.share(step):
                 if batch is None:
                     self.model.idle_backward()
@@ -200,7 +208,7 @@ class Trainer:
         after_backward = time.perf_counter()
         scale = self._ess_lr_scale(trained)
         # Without a token in the loss nothing was measured, not even a gradient of zero: the moments must not move on.
-        idle = stopped or not (step.in_loss_N.any() or self.demonstrations)
+        idle = stopped or waits or not (step.in_loss_N.any() or self.demonstrations)
         learning_rate = 0.0 if idle else self.learning_rate() * scale
         trust_region = None
         if idle:

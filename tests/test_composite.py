@@ -45,6 +45,12 @@ def test_form_is_not_paid_for_a_wrong_answer_that_is_required() -> None:
     assert (formless.score, formless.reason, formless.extracted) == (0.0, "tag_missing", "8")
 
 
+def test_a_part_without_weight_is_only_looked_at() -> None:
+    parts = {"answer": ANSWER, "form": FORM | {"weight": 0}}
+    verdict = verify("weighted", "8", "8", {"parts": parts})
+    assert (verdict.score, verdict.parts) == (1.0, (("answer", 1.0), ("form", 0.0)))
+
+
 def test_reason_and_answer_are_those_of_main() -> None:
     context = {"parts": {"form": FORM, "answer": ANSWER}}
     assert verify("weighted", "8", "9", context).reason == "tag_missing"
@@ -124,7 +130,7 @@ def test_one_unscored_part_leaves_the_whole_unscored() -> None:
         ({"parts": {"a": "tags"}}, "parts.a 'tags'"),
         ({"parts": {"a": {"weight": 1}}}, "parts.a.verifier None"),
         ({"parts": {"a": {"verifier": "tags"}}}, "parts.a.weight None"),
-        ({"parts": {"a": FORM | {"weight": 0}}}, "parts.a.weight 0"),
+        ({"parts": {"a": FORM | {"weight": 0}}}, "parts: all weights are 0"),
         ({"parts": {"a": FORM | {"weight": -1}}}, "parts.a.weight -1"),
         ({"parts": {"a": FORM | {"weight": True}}}, "parts.a.weight True"),
         ({"parts": {"a": FORM | {"weight": float("inf")}}}, "parts.a.weight inf"),

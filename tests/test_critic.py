@@ -320,6 +320,40 @@ def test_a_step_by_hand_over_tool_tokens(tiny_random: Path) -> None:
     assert stats.grad_norm == pytest.approx(math.hypot(head.norm().item(), 2.787 / 3), rel=1e-5)
 
 
+def test_targets_may_have_a_lambda_of_their_own(tiny_random: Path) -> None:
+    """Monte Carlo: the reward itself at every sampled token, whatever the lambda of the advantages."""
+    table = build([row(0, 0, [7, 9], [5, 30, 31, 6, EOS], loss_mask=[1, 1, 0, 0, 1])])
+    values = [[0.1, 0.2, 9.0, math.nan, 0.3]]
+    settings_ = config({"gae_lambda": 0.9}, groups=1, value_clip=None, target_lambda=1.0)
+    (stats,) = CriticTrainer(settings_, tiny_random).train([with_values(table, values)], 0)
+    assert stats.value_loss == pytest.approx(0.5)
+    assert stats.explained_variance is None  # returns that do not vary
+
+
+def test_vtrace_targets_see_how_far_the_policy_has_moved(tiny_random: Path) -> None:
+    """Behavior log-probabilities are -1; of the learner's, -2 makes a token e times less likely, 0 counts as it is (cap 1),
+    and NaN is a token that it did not look at. A second row without a verdict has no targets."""
+    table = build(
+        [
+            row(0, 0, [7, 9], [5, 6, EOS]),
+            row(0, 1, [7, 9], [5, EOS], reward=None),
+        ]
+    )
+    table = with_values(table, [[0.1, 0.2, 0.3], [5.0, 5.0]])
+    learned = pa.table({"proximal_logprobs": [[0.0, -2.0, math.nan], [-3.0, -3.0]]})
+    learned = learned.cast(pa.schema([("proximal_logprobs", pa.list_(pa.float32()))]))
+    settings_ = config(groups=1, value_clip=None, targets="vtrace")
+    trainer = CriticTrainer(settings_, tiny_random)
+    (stats,) = trainer.train([table], 0, learned)
+    rho = math.exp(-1)
+    last = 1.0
+    middle = 0.2 + rho * 0.1 + rho * 0.7
+    first = 0.1 + 0.1 + (middle - 0.2)
+    assert stats.value_loss == pytest.approx((first**2 + middle**2 + last**2) / 6, abs=1e-6)
+    with pytest.raises(ValueError, match=r"vtrace needs the learner's columns"):
+        trainer.train([table], 1)
+
+
 def test_it_learns_what_each_prompt_is_worth(tiny_random: Path) -> None:
     actor = CriticActor(config(), str(tiny_random))
     history = []

@@ -247,6 +247,27 @@ def test_gae_at_lambda_one_is_monte_carlo_and_at_zero_the_td_error() -> None:
     near(got, [0.5 + 0.9 * 2 - 1, -1 + 0.9 * 3 - 2, 0, 2 - 3, 0.25 + 0.9 * 5 - 4, 4 - 5])
 
 
+def test_vtrace_weighs_what_the_present_policy_would_not_do() -> None:
+    """gamma 1, lambda 1, cap 1; ratios 2 (capped), 1/2, 1: from the back 0.3 + 0.7; 0.2 + 0.5 * 0.1 + 0.5 * 0.7; 0.1 + 0.1
+    + 0.4."""
+    ratios = torch.tensor([2.0, 0.5, 7.0, 7.0, 1.0]).double().log()
+    got = estimators.vtrace_targets(REWARDS, VALUES, ratios, MASK, LENGTHS, gamma=1.0, lam=1.0, cap=1.0)
+    near(got, [0.6, 0.6, 0, 0, 1.0])
+    # A cap of 2 and lambda 1/2: 0.2 + 0.5 * 0.1 + 0.25 * 0.7; 0.1 + 2 * 0.1 + 1 * 0.225
+    got = estimators.vtrace_targets(REWARDS, VALUES, ratios, MASK, LENGTHS, gamma=1.0, lam=0.5, cap=2.0)
+    near(got, [0.525, 0.425, 0, 0, 1.0])
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.9), (0.5, 1.0), (0.9, 0.0)])
+def test_vtrace_of_the_sampling_policy_is_gae(gamma: float, lam: float) -> None:
+    rewards, values = f64(0.5, -1, 7, 2, 0.25, 4), f64(1, 2, 9, 3, 4, 5)
+    sampled, lengths = mask(1, 1, 0, 1, 1, 1), torch.tensor([4, 2])
+    _, returns = estimators.gae(rewards, values, sampled, lengths, gamma=gamma, gae_lambda=lam)
+    same = torch.zeros(6, dtype=torch.float64)
+    got = estimators.vtrace_targets(rewards, values, same, sampled, lengths, gamma=gamma, lam=lam, cap=1.0)
+    near(got, returns.tolist())
+
+
 def test_reward_to_go_is_not_reset_at_tool_tokens() -> None:
     near(estimators.reinforce(REWARDS, MASK, LENGTHS, gamma=0.9), [0.81, 0.9, 0, 0, 1])
 

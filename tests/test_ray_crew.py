@@ -125,8 +125,8 @@ class Scorer(Learner):
 
 
 class Verifier:
-    def __init__(self, settings: Verifiers, before_judge: bool) -> None:
-        self.before_judge = before_judge
+    def __init__(self, settings: Verifiers, before_others: bool) -> None:
+        self.before_others = before_others
         self.scored = 0
 
     def score(self, table: pa.Table, prompt: Prompt) -> pa.Table:
@@ -568,7 +568,7 @@ async def test_an_engine_that_does_not_end_is_killed(crew: RayCrew, monkeypatch:
 async def test_a_judge_sees_what_verifiers_leave_and_is_replaced_when_its_engine_dies(tmp_path: Path) -> None:
     async with opened(configuration(tmp_path, "judged", judge={"model": "m", "cpus": 0.5})) as crew:
         assert list(crew.elastic) == ["verifiers", "judge"] and "judged-judge-0" in placed()
-        assert await inside(crew, "verifiers", 0, lambda verifier: verifier.before_judge)
+        assert await inside(crew, "verifiers", 0, lambda verifier: verifier.before_others)
         assert (await roll(crew, 1)).reward_sum == 8.0  # two rows of 1 + 3
         with pytest.raises(ActorDied, match=r"^judge 0 died: the engine of judge 0 is dead$"):
             await roll(crew, 2, judge_dies=True)

@@ -32,7 +32,7 @@ def weighted(prompt: str, gold: Any, response: str, context: Mapping[str, Any]) 
     names of parts that must score 1, or the whole is 0, so that form alone is never paid. The reason and the extracted
     answer are those of the part named by `main` (default: the first), or of the first required part that is below 1.
     Each part's score is in the verdict's parts under its name, and its own parts under "name.part". One unscored part
-    leaves the whole unscored, with that part's reason.
+    leaves the whole unscored, with that part's reason. A part of weight 0 is only looked at.
 
     The limits of a pool hold for the whole; where parts are scored in different places there are `expand` and
     `combine`. Raises `DataError`.
@@ -120,11 +120,13 @@ def _parts(item: Item, depth: int) -> list[_Part]:
         kind, weight = part.get("verifier"), part.get("weight")
         if not isinstance(kind, str) or not kind:
             raise DataError(f"parts.{name}.verifier {kind!r} is not the name of a verifier")
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= MAX_WEIGHT:
-            raise DataError(f"parts.{name}.weight {weight!r} is not a number above 0, at most {MAX_WEIGHT}")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_WEIGHT:
+            raise DataError(f"parts.{name}.weight {weight!r} is not a number from 0 to {MAX_WEIGHT}")
         own = {key: value for key, value in part.items() if key not in ("verifier", "weight", "gold")}
         gold = part.get("gold", item.gold)
         parts.append(_Part(name, weight, Item(kind, gold, item.response, {**row, **own}, item.prompt)))
+    if not any(part.weight for part in parts):
+        raise DataError("parts: all weights are 0, so nothing counts")
     _main(item, given)
     _required(item, given)
     return parts

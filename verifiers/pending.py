@@ -10,12 +10,19 @@ from headway.verifiers.verdict import Verdict
 
 HTTP = "http"
 """The name of the verifier that asks a scorer behind HTTP."""
+REWARD_MODEL = "reward_model"
+"""The name of the verifier that asks the reward model."""
 PENDING = "pending"
 """Reason of a response whose verdict a later stage completes, and the key of `extra` that holds what there is."""
 
 
 def http(prompt: str, gold: Any, response: str, context: Mapping[str, Any]) -> Verdict:
     """Unscored with reason `pending`: the verdict is for the HTTP scorer of the run (`verifiers.http_url`)."""
+    return Verdict(score=None, reason=PENDING)
+
+
+def reward_model(prompt: str, gold: Any, response: str, context: Mapping[str, Any]) -> Verdict:
+    """Unscored with reason `pending`: the verdict is for the run's reward model (`reward_model.path`)."""
     return Verdict(score=None, reason=PENDING)
 
 

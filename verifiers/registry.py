@@ -21,7 +21,7 @@ from headway.verifiers.judging import JUDGE, judge
 from headway.verifiers.mathematics import math
 from headway.verifiers.numeric import numeric
 from headway.verifiers.pattern import regex
-from headway.verifiers.pending import HTTP, http
+from headway.verifiers.pending import HTTP, REWARD_MODEL, http, reward_model
 from headway.verifiers.shaping import length, repetition
 from headway.verifiers.tags import tags
 from headway.verifiers.verdict import Item, Verdict, wrong
@@ -75,6 +75,7 @@ VERIFIERS: dict[str, Family] = {
     "weighted": Family(weighted, present=no_gold),
     HTTP: Family(http, present=no_gold),
     JUDGE: Family(judge, present=no_gold),
+    REWARD_MODEL: Family(reward_model, present=no_gold),
 }
 
 
