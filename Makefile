@@ -54,10 +54,11 @@ typing:
 	mkdir -p build/typing/headway
 	for name in core verifiers learner actors cluster; do ln -sfn ../../../$$name build/typing/headway/$$name; done
 
-# promtool, for the tests of the metrics endpoint; bubblewrap, for the sandbox.
+# Prometheus with promtool, for the tests of metrics and rules; bubblewrap, for the sandbox; SLURM, for the batch script.
 tools:
-	command -v promtool >/dev/null && command -v bwrap >/dev/null || \
-		(apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus bubblewrap)
+	command -v promtool >/dev/null && command -v bwrap >/dev/null && command -v slurmctld munged >/dev/null || \
+		(apt-get update -qq && \
+		apt-get install -y -qq --no-install-recommends prometheus bubblewrap slurm-wlm munge)
 
 clean:
 	rm -rf $(VENV) build runs .pytest_cache .ruff_cache *.egg-info

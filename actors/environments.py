@@ -7,19 +7,23 @@ with is played again up to there. What a policy wrote is never to be run outside
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
 import json
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 
 from headway.core.errors import DataError
 from headway.core.plugins import load
 from headway.core.prompts import Message, Prompt
-from headway.verifiers import expressions, values
+from headway.verifiers import expressions, sandbox, values
 from headway.verifiers.numbers import last_number, parse_number
 from headway.verifiers.verdict import Verdict, wrong
 
@@ -58,75 +62,113 @@ class Environment(Protocol):
 
 # ---- tools -------------------------------------------------------------------------------------------------
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 MAX_CALLS = 8
 """In one turn; more are not answered."""
-INSTRUCTIONS = """\
+
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+INSTRUCTIONS = {
+    "json": """\
 You may call tools. To call one, write
 <tool_call>{"name": "NAME", "arguments": {...}}</tool_call>
 and end your turn; its result is given to you. Tools, one JSON object each:
-"""
+""",
+    "fence": """\
+You may use tools. To use one, write
+```NAME
+INPUT
+```
+and end your turn; its result is given to you. Tools:
+""",
+}
 
 
 class Tools:
-    """Typed functions that a policy may call, as models are trained to: JSON in `<tool_call>` tags, results in
-    `<tool_response>` tags. The docstring of a function is its description. A turn without a call ends the episode.
+    """Typed functions that a policy may call. The docstring of a function is its description. A turn without a call ends
+    the episode.
+
+    `calls`: `json` is what large models are trained to, JSON in `<tool_call>` tags and results in `<tool_response>` tags;
+    `fence` is for small ones and for code, a fenced block with the tool's name and its only argument, as text.
+    `examples`: messages that go before the task, such as a task, the call, its result and the answer.
     """
 
     agents: tuple[str, ...] = ("policy",)
 
-    def __init__(self, *functions: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        *functions: Callable[..., Any],
+        calls: Literal["json", "fence"] = "json",
+        examples: Sequence[Message] = (),
+    ) -> None:
+        if calls not in INSTRUCTIONS:
+            raise TypeError(f"calls={calls!r} is none of {', '.join(INSTRUCTIONS)}")
         self._tools = {function.__name__: validate_call(function) for function in functions}
-        self._described = "\n".join(
-            json.dumps(
-                {
-                    "name": function.__name__,
-                    "description": (function.__doc__ or "").strip(),
-                    "parameters": TypeAdapter[Any](cast(Any, function)).json_schema(),
-                }
-            )
-            for function in functions
-        )
+        self._fence = re.compile(rf"^```({'|'.join(self._tools)})[ \t]*\n(.*?)```", re.DOTALL | re.MULTILINE)
+        self._is_fenced = calls == "fence"
+        describe = _fenced_description if self._is_fenced else _json_description
+        self._system = INSTRUCTIONS[calls] + "\n".join(map(describe, functions))
+        self._examples = examples
 
     def reset(self, prompt: Prompt) -> Observation:
-        system = {"role": "system", "content": INSTRUCTIONS + self._described}
-        if isinstance(prompt.content, str):
-            return Observation(content=(system, {"role": "user", "content": prompt.content}))
-        first, *rest = prompt.content
-        if first["role"] == "system":
-            system["content"] = f"{first['content']}\n\n{system['content']}"
-            return Observation(content=(system, *rest))
-        return Observation(content=(system, first, *rest))
+        task: Sequence[Message] = (
+            [{"role": "user", "content": prompt.content}]
+            if isinstance(prompt.content, str)
+            else prompt.content
+        )
+        system = self._system
+        if task[0]["role"] == "system":
+            system = f"{task[0]['content']}\n\n{system}"
+            task = task[1:]
+        return Observation(content=({"role": "system", "content": system}, *self._examples, *task))
 
     def step(self, said: str) -> Observation | Outcome:
-        calls = _CALL.findall(said)
-        if not calls:
-            return Outcome()
-        results = (f"<tool_response>\n{self._call(call)}\n</tool_response>" for call in calls[:MAX_CALLS])
-        return Observation(content="\n".join(results))
+        if self._is_fenced:
+            found = itertools.islice(self._fence.finditer(said), MAX_CALLS)
+            results = [f"```result\n{self._use(call[1], call[2])}\n```" for call in found]
+        else:
+            calls = _CALL.findall(said)[:MAX_CALLS]
+            results = [f"<tool_response>\n{self._call(call)}\n</tool_response>" for call in calls]
+        return Observation(content="\n".join(results)) if results else Outcome()
 
     def _call(self, text: str) -> str:
         try:
             call = json.loads(text)
             name, arguments = call["name"], call.get("arguments", {})
-            tool = self._tools[name]
-        except (ValueError, TypeError, AttributeError, RecursionError):
+            if name not in self._tools:
+                return f"error: there is no such tool; there are {', '.join(self._tools)}"
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             return 'error: a call is a JSON object {"name": ..., "arguments": {...}}'
-        except KeyError:
-            return f"error: there is no such tool; there are {', '.join(self._tools)}"
         if not isinstance(arguments, dict):
             return "error: arguments must be a JSON object"
+        return self._use(name, **arguments)
+
+    def _use(self, name: str, /, *args: str, **arguments: Any) -> str:
         try:
-            return str(tool(**arguments))
+            return str(self._tools[name](*args, **arguments))
         except ValidationError as error:
             first = error.errors()[0]
             return f"error: {'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
+def _json_description(function: Callable[..., Any]) -> str:
+    return json.dumps(
+        {
+            "name": function.__name__,
+            "description": (function.__doc__ or "").strip(),
+            "parameters": TypeAdapter[Any](cast(Any, function)).json_schema(),
+        }
+    )
+
+
+def _fenced_description(function: Callable[..., Any]) -> str:
+    if len(inspect.signature(function).parameters) != 1:
+        raise TypeError(f"calls=fence is for tools of one argument; {function.__name__} takes others")
+    return f"{function.__name__}: {(function.__doc__ or '').strip()}"
+
+
 def calculator(expression: str) -> str:
     """Value of an arithmetic expression such as (3 + 4) * 2 / 7."""
     try:
-        value = values.evaluate(expressions.read(expression), {})
+        value = values.evaluate(expressions.read(expression.strip()), {})
     except (expressions.NotRead, expressions.TooLarge, values.Undefined, KeyError):
         return "error: not an expression with a value"
     if isinstance(value, Fraction):
@@ -134,9 +176,40 @@ def calculator(expression: str) -> str:
     return f"{complex(value):.12g}" if complex(value).imag else f"{float(value):.12g}"
 
 
-class Calculator(Tools):
-    def __init__(self) -> None:
-        super().__init__(calculator)
+SHOWN_CHARACTERS = 500
+"""Of what a program printed, or of the last line of its error."""
+PRINTED_BYTES = 2**16
+"""A program that prints more is stopped."""
+PROGRAM_S = 3.0
+"""Wall-clock limit of a program (seconds). All that a turn may call end within the default `environment.deadline_s`."""
+_STOPPED = {
+    "wall": f"error: stopped after {PROGRAM_S:g} s",
+    "cpu": "error: stopped after 2 s of computing",
+    "memory": "error: out of memory",
+    "output": f"error: stopped after {PRINTED_BYTES} bytes of output",
+    "processes": "error: stopped, too many threads",
+}
+_programs = threading.BoundedSemaphore(32)
+"""Programs of this process at a time, for the sake of its machine's memory."""
+
+
+def python(code: str) -> str:
+    """What a Python program prints. It has the standard library and 3 seconds, no network and no files."""
+    with _programs:
+        ended = sandbox.run(
+            code, wall_s=PROGRAM_S, cpu_s=2, memory_mib=128, processes=8, output_bytes=PRINTED_BYTES
+        )
+    if ended.ended in _STOPPED:
+        return _STOPPED[ended.ended]
+    if ended.status == 0:
+        printed = ended.stdout.decode(errors="replace").strip()
+        return _cut(printed) or "nothing was printed"
+    *_, last = ended.stderr.decode(errors="replace").strip().split("\n")
+    return _cut(f"error: {last or f'exit status {ended.status}'}")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
 
 
 # ---- games -------------------------------------------------------------------------------------------------
@@ -297,7 +370,8 @@ def fill(template: str, values: Mapping[str, str]) -> str:
 
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     "relay": Relay,
-    "calculator": Calculator,
+    "calculator": functools.partial(Tools, calculator),
+    "python": functools.partial(Tools, python),
     "guessing_game": GuessingGame,
     "solver_checker": SolverChecker,
 }

@@ -22,8 +22,7 @@ from headway.learner.offline import (
     read_rows,
 )
 from headway.learner.reward_model import fillers, long_empty_beats_right
-from headway.learner.sft import Demonstration, read_demonstrations
-from headway.learner.sft import _group as group_of
+from headway.learner.sft import Demonstration, group_of, read_demonstrations
 from headway.learner.sharding import alone, free_address, join
 
 TRAIN, HELD_OUT = "rows.parquet", "held_out.parquet"

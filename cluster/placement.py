@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import os
-import socket
 import sys
 import tempfile
 import threading
@@ -127,10 +126,10 @@ def join(address: str, run: str, **options: Any) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     if address == "auto":
         address = _found()
-    if address != "local":
-        # A cluster that wants the token of this machine does not say so. One that wants none does not mind it.
+    # Ray does not say that a cluster wants the token of this machine. Where it wants none, a driver that shows one cannot
+    # be reached by its own actors.
+    if address != "local" and _wants_token(address):
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    _probe(address)
     # Ray puts the driver's working directory first on every worker's import path. An empty folder keeps ours
     # from standing in for packages of the same name.
     neutral = Path(tempfile.gettempdir()) / f"headway-cwd-{os.getuid()}"
@@ -163,18 +162,26 @@ def _found() -> str:
     return address
 
 
-def _probe(address: str) -> None:
-    """Ray retries an address that nobody listens on for minutes; a plain connection tells at once."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon:
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=PROBE_DEADLINE_S).close()
-    except (OSError, ValueError) as error:
-        raise ClusterError(
-            f"no Ray cluster at {address!r}: {error}; start one with 'ray start --head', or use "
-            "cluster.address=local"
-        ) from error
+def _wants_token(address: str) -> bool:
+    """Whether the cluster refuses whoever shows no token. Ray itself retries an address that nobody answers at for minutes;
+    one plain call tells at once. Raises `ClusterError`."""
+    import grpc
+
+    place = address.removeprefix("ray://")
+    if ":" not in place:
+        return True
+    with grpc.insecure_channel(place) as channel:
+        try:
+            channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")(b"", timeout=PROBE_DEADLINE_S)
+        except grpc.RpcError as error:
+            code: Any = error.code()  # pyright: ignore[reportAttributeAccessIssue]
+            if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise ClusterError(
+                    f"no Ray cluster at {address!r} ({code.name.lower()}); start one with 'ray start --head', or use "
+                    "cluster.address=local"
+                ) from error
+            return code == grpc.StatusCode.UNAUTHENTICATED
+    return False
 
 
 def check_resources(config: Config) -> None:

@@ -44,6 +44,8 @@ class Receipt:
     """The reward of all scored responses of every agent, where each agent's are equal: such a group carries no
     signal. None where they differ; NaN where agents differ from one another, which is
     never equal to itself."""
+    parts: dict[str, tuple[float, int]] = field(default_factory=dict, compare=False)
+    """Of the rewards, by name: sum and number."""
 
     @property
     def num_scored(self) -> int:
@@ -65,7 +67,16 @@ def receipt_of(table: pa.Table) -> Receipt:
         rewards=tuple(reward for reward in table.column("reward").to_pylist() if reward is not None),
         response_lengths=tuple(rollouts.lengths(table, "response_ids")),
         equal_reward=_equal_reward(table),
+        parts=_parts(table),
     )
+
+
+def _parts(table: pa.Table) -> dict[str, tuple[float, int]]:
+    values: dict[str, list[float]] = {}
+    for row in table.column("reward_parts").to_pylist():
+        for part in row or ():
+            values.setdefault(part["name"], []).append(part["value"])
+    return {name: (sum(found), len(found)) for name, found in values.items()}
 
 
 @dataclass(kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +39,16 @@ def observe_step(
             for group in groups
             if group.receipt
         ],
+        "reward_parts": _reward_parts([group.receipt.parts for group in groups if group.receipt]),
         "lag_queue": [trained_at - group.finished_at_version for group in groups],
     }
+
+
+def _reward_parts(parts: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+    """Mean of each named part over the step's responses that have it."""
+    names = dict.fromkeys(name for each in parts for name in each)
+    found = {name: [each[name] for each in parts if name in each] for name in names}
+    return {name: sum(s for s, _ in sums) / sum(n for _, n in sums) for name, sums in found.items()}
 
 
 def step_record(step: StepStats, num_groups: int) -> dict[str, Any]:

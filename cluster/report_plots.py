@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ COLORS = {name: f"#00000{digit}" for digit, name in enumerate(NAMES, start=1)}
 PALETTE = [(color, opacity) for opacity in (1.0, 0.55, 0.25) for color in ("a", "b", "c", "d")]
 """For as many layers as there are."""
 
+PARTS = "Parts of the reward, mean"
 Record = dict[str, Any]
 
 
@@ -65,6 +66,7 @@ def plots(steps: list[Record], reward: str) -> list[Plot]:
     drawn: dict[str, Sequence[Layer]] = {
         "Reward": _reward(steps, points, reward, line(_reward_label(reward), "a", reward, opacity=0.5))
         + ([line("of trained groups", "c", "reward_mean", opacity=0.5)] if reward != "reward_mean" else []),
+        **_parts(steps, line),
         "Response length, tokens": _lengths(points),
         "Share of groups by version lag": _shares_by_lag(points),
         "Version lag by phase, mean in steps": _lag_by_phase(points),
@@ -83,6 +85,16 @@ def plots(steps: list[Record], reward: str) -> list[Plot]:
             line("truncated responses", "b", "truncated_fraction"),
             line("clipped tokens", "c", "clipped_fraction"),
         ],
+        **(
+            {
+                "Critic": [
+                    line("explained variance", "a", "explained_variance"),
+                    line("value loss", "b", "value_loss"),
+                ]
+            }
+            if values(steps, "value_loss")
+            else {}
+        ),
         "Entropy, nats per trained token": [line("", "a", "entropy")],
         "Gradient norm before clipping": [line("", "a", "grad_norm")],
         "Step time, seconds": _stacked(_stages(points)),
@@ -94,7 +106,25 @@ def plots(steps: list[Record], reward: str) -> list[Plot]:
             line("kinds of task (total variation)", "c", "audit", "task_distance"),
         ],
     }
-    return [Plot(title, layers, _svg(edges, layers)) for title, layers in drawn.items()]
+    found = [Plot(title, layers, _svg(edges, layers)) for title, layers in drawn.items()]
+    kl = np.array([mean(values(point, "kl_reference")) for point in points])
+    if np.isfinite(kl).any():
+        against = [
+            replace(layer, dots=True, opacity=1.0) for layer in (drawn["Reward"][0], *drawn.get(PARTS, ()))
+        ]
+        found.insert(
+            1, Plot("Reward against KL to the reference, nats per token", against, _svg(edges, against, kl))
+        )
+    return found
+
+
+def _parts(steps: list[Record], line: Callable[..., Layer]) -> dict[str, list[Layer]]:
+    """The parts of the reward, by name, where it has several."""
+    names = list(dict.fromkeys(name for step in steps for name in step.get("reward_parts") or ()))
+    if not names:
+        return {}
+    colors = zip(names, PALETTE[1:], strict=False)
+    return {PARTS: [line(name, color, "reward_parts", name, opacity=o) for name, (color, o) in colors]}
 
 
 def _reward_label(reward: str) -> str:
@@ -193,11 +223,12 @@ def _stacked(layers: Sequence[Layer]) -> list[Layer]:
     return [replace(layers[i], low=tops[i] - heights[i], high=tops[i]) for i in range(len(layers))]
 
 
-def _svg(edges: np.ndarray, layers: Sequence[Layer]) -> Markup | None:
-    """One small plot; None when there is nothing to draw. `edges` [points + 1]: where the points' steps meet."""
+def _svg(edges: np.ndarray, layers: Sequence[Layer], x: np.ndarray | None = None) -> Markup | None:
+    """One small plot; None when there is nothing to draw. `edges` [points + 1]: where the points' steps meet; `x` [points]:
+    what dots are drawn over instead."""
     if not any(np.isfinite(layer.high).any() for layer in layers):
         return None
-    centers = (edges[:-1] + edges[1:]) / 2
+    centers = (edges[:-1] + edges[1:]) / 2 if x is None else x
     fixed: Any = {"svg.fonttype": "none", "svg.hashsalt": "headway", "font.family": "DejaVu Sans"}
     with rc_context(fixed):
         figure = Figure(figsize=(4.6, 1.9))
@@ -207,17 +238,18 @@ def _svg(edges: np.ndarray, layers: Sequence[Layer]) -> Markup | None:
             if layer.low is not None:
                 axes.stairs(layer.high, edges, baseline=layer.low, fill=True, linewidth=0, **look)
                 continue
-            known = np.isfinite(layer.high)
+            known = np.isfinite(layer.high) & np.isfinite(centers)
             form = "o" if layer.dots else "o-" if known.sum() <= 40 else "-"
             axes.plot(centers[known], layer.high[known], form, markersize=2.5, **look)
-        axes.set_xlim(edges[0], edges[-1])
+        if x is None:
+            axes.set_xlim(edges[0], edges[-1])
         if axes.dataLim.y0 >= 0:
             axes.set_ylim(0, 1.12 * axes.dataLim.y1 or 1)
         axes.grid(axis="y", color=COLORS["line"], linewidth=0.6)
         axes.set_axisbelow(True)
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0, labelsize=9, labelcolor=COLORS["muted"])
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=x is None, min_n_ticks=1))
         axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value + 0.0:.6g}"))

@@ -85,7 +85,7 @@ class Data(Section):
 
 class Environment(Section):
     name: str | None = None
-    """Responses are episodes of several turns in this environment: calculator, guessing_game, solver_checker, or your own as
+    """Responses are episodes of several turns in this environment: calculator, python, guessing_game, solver_checker, or your own as
     `package.module:Class` or `path/to/file.py:Class`; null: a response is one answer to its prompt."""
     params: dict[str, Any] = {}
     """Arguments of the class."""

@@ -13,7 +13,8 @@ from typing import Literal, NoReturn
 import numpy as np
 import pyarrow as pa
 import torch
-from torch import Tensor, nn
+from safetensors.torch import load_file
+from torch import Tensor
 from torch.nn.functional import huber_loss, mse_loss
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -22,7 +23,8 @@ from headway.core.errors import DataError
 from headway.learner.advantages import gae, vtrace_targets
 from headway.learner.batching import Group, MicroBatch, pack
 from headway.learner.checkpoint import writing
-from headway.learner.model import PolicyModel
+from headway.learner.head_model import HeadModel
+from headway.learner.reward_model import ABOUT_FILE, HEAD_FILE, read_about
 from headway.learner.rewards import RewardState
 from headway.learner.step import StepBatch, prepare_batch
 from headway.learner.trainer import NonFiniteStep
@@ -31,37 +33,27 @@ FILE = "critic.pt"
 """Its part of a checkpoint."""
 
 
-class ValueModel:
-    """The network of a causal language model with a float32 linear head [H] and bias, both zero at the start, so that
-    every value starts at exactly 0. Raises `DataError` when the model folder cannot be used."""
+class ValueModel(HeadModel):
+    """A language model with a value head. Made from a plain model folder every value starts at exactly 0; made from a
+    reward model's, values start at the score that it gives what is there so far, in the scale of its calibrated rewards.
+    Raises `DataError` when the folder cannot be used."""
 
     def __init__(self, folder: Path, dtype: Literal["float32", "bfloat16"]) -> None:
-        self._body = PolicyModel(folder, dtype=dtype)
-        self.folder = folder
-        output_layer = self._body.network.get_output_embeddings()
-        assert output_layer is not None
-        self.head = nn.Linear(output_layer.weight.shape[1], 1, device=self._body.device)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-        self.masters: dict[str, nn.Parameter] = {
-            **self._body.masters,
-            **{f"value_head.{name}": parameter for name, parameter in self.head.named_parameters()},
-        }
-        """Float32, by name. An output layer that is not tied to the embedding is among them and never changes."""
+        super().__init__(folder, dtype=dtype, head_name="value_head")
+        if (folder / ABOUT_FILE).exists():
+            self._take_over(folder)
+
+    @torch.no_grad()
+    def _take_over(self, folder: Path) -> None:
+        calibration = read_about(folder)["calibration"] or {"mean": 0.0, "std": 1.0}
+        head = load_file(folder / HEAD_FILE)
+        self.head.weight.copy_(head["weight"] / calibration["std"])
+        self.head.bias.copy_((head["bias"] - calibration["mean"]) / calibration["std"])
 
     def values(self, batch: MicroBatch) -> Tensor:
         """[M] float32, on the model's device: the reward to go expected before each trained token, from the hidden
         state that predicts it."""
-        hidden_MH = self._body.hidden(batch.to(self._body.device))
-        return self.head(hidden_MH.float()).squeeze(1)
-
-    def zero_grad(self) -> None:
-        for parameter in self.masters.values():
-            parameter.grad = None
-
-    def refresh(self) -> None:
-        """Rounds the masters into the network after they changed."""
-        self._body.refresh()
+        return self.outputs(batch)
 
 
 def value_loss(

@@ -55,14 +55,14 @@ def save_learner(
     if not writes:
         return
     with writing(folder):
-        _write_model_folder(folder / "model", model.folder, weights)
+        write_model_folder(folder / "model", model.folder, weights)
         if adapter:
             save_file(adapter, folder / "adapter.safetensors")
         state = {"version": version, "extra": extra, "optimizer": saved, "rng_by_rank": rngs}
         torch.save(state, folder / "learner.pt")
 
 
-def _write_model_folder(folder: Path, origin: Path, weights: dict[str, Tensor]) -> None:
+def write_model_folder(folder: Path, origin: Path, weights: dict[str, Tensor]) -> None:
     folder.mkdir()
     for file in origin.iterdir():
         if file.suffix in TEXT_SUFFIXES and not file.name.endswith(".index.json"):

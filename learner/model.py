@@ -39,7 +39,7 @@ MAX_PACKING_ERROR = 1e-2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _NOTHING = torch.zeros(0, dtype=torch.int64)
-_EMPTY = MicroBatch(
+EMPTY = MicroBatch(
     input_ids=torch.zeros(1, dtype=torch.int64),
     position_ids=torch.zeros(1, dtype=torch.int64),
     packing=packing_of([1], [[]]),
@@ -135,17 +135,17 @@ class PolicyModel:
         return self._scorer(batch.to(self.device), temperature)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
-        """[M, H] last hidden states at the positions that predict the trained tokens. On one rank only."""
-        return self._scorer.hidden(batch)
+        """[M, H] last hidden states at the positions that predict the trained tokens."""
+        return self._scorer(batch.to(self.device), None)
 
     @torch.no_grad()
     def idle_forward(self) -> None:
         """What a rank without a micro-batch has to do while others run `logprobs` without gradient."""
-        self.logprobs(_EMPTY, temperature=1.0)
+        self.logprobs(EMPTY, temperature=1.0)
 
     def idle_backward(self) -> None:
         """The same while others run `logprobs` and the backward pass: adds a gradient of zero."""
-        self.logprobs(_EMPTY, temperature=1.0).logprobs.sum().backward()
+        self.logprobs(EMPTY, temperature=1.0).logprobs.sum().backward()
 
     def zero_grad(self) -> None:
         for parameter in self.masters.values():
@@ -207,7 +207,10 @@ class _TokenScorer(nn.Module):
         ).last_hidden_state
         return states_1TH[0].index_select(0, batch.predict_index)
 
-    def forward(self, batch: MicroBatch, temperature: float) -> TokenLogprobs:
+    def forward(self, batch: MicroBatch, temperature: float | None) -> TokenLogprobs | Tensor:
+        """Hidden states where there is no temperature: what several ranks gather is gathered for this call."""
+        if temperature is None:
+            return self.hidden(batch)
         head = self.network.get_output_embeddings()
         assert head is not None
         return token_logprobs(

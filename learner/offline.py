@@ -29,10 +29,8 @@ from headway.core.errors import DataError
 from headway.learner import preference
 from headway.learner.batching import Group, MicroBatch, deal
 from headway.learner.checkpoint import writing
-from headway.learner.learner_state import _write_model_folder as write_model_folder
-from headway.learner.learner_state import load_learner, save_learner
-from headway.learner.model import _EMPTY as EMPTY
-from headway.learner.model import PolicyModel
+from headway.learner.learner_state import load_learner, save_learner, write_model_folder
+from headway.learner.model import EMPTY, PolicyModel
 from headway.learner.preference import Margins, PreferenceLoss, PreferenceStats
 from headway.learner.reward_model import (
     Kind,
@@ -43,8 +41,7 @@ from headway.learner.reward_model import (
     token_values,
     with_read_positions,
 )
-from headway.learner.sft import Demonstration, accumulate
-from headway.learner.sft import _group as group_of
+from headway.learner.sft import Demonstration, accumulate, group_of
 from headway.learner.sharding import Ranks, alone
 from headway.learner.trainer import NonFiniteStep, adamw
 

@@ -33,7 +33,7 @@ def accumulate(
 ) -> float:
     """Adds the gradient of weight * mean over all answer tokens of -log p (temperature 1); returns this rank's part of
     that mean (nats, without the weight). Every rank gives the same demonstrations."""
-    groups = [_group(demonstration) for demonstration in demonstrations]
+    groups = [group_of(demonstration) for demonstration in demonstrations]
     trained_N = np.ones(sum(len(group.response_ids) for group in groups), dtype=np.bool_)
     ranks = model.ranks
     total = 0.0
@@ -85,7 +85,7 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
     return [Demonstration(row["prompt_ids"], [row["answer_ids"]]) for row in rows]
 
 
-def _group(demonstration: Demonstration) -> Group:
+def group_of(demonstration: Demonstration) -> Group:
     lengths = np.array([len(answer) for answer in demonstration.answers], dtype=np.int64)
     num_tokens = int(lengths.sum())
     return Group(

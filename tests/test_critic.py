@@ -17,6 +17,7 @@ from headway.core.errors import DataError, SchemaError
 from headway.core.rollouts import build, replace_column
 from headway.learner.batching import pack, unpack
 from headway.learner.critic import CriticTrainer, ValueModel, explained_variance, value_loss
+from headway.learner.reward_model import Calibration, RewardModel
 from headway.learner.trainer import NonFiniteStep
 
 EOS = 2  # also the padding of other systems; here nothing is padded
@@ -500,3 +501,22 @@ def test_another_models_part_of_a_checkpoint_is_refused(tiny_random: Path, tmp_p
     torch.save(state, tmp_path / "critic.pt")
     with pytest.raises(DataError, match=r"another critic .* \(model\.path\)"):
         trainer.load(tmp_path)
+
+
+def test_made_from_a_reward_model_values_start_at_its_calibrated_scores(
+    tiny_random: Path, tmp_path: Path
+) -> None:
+    """The value before a token is the score of what is there up to it; that of the whole response comes after its last
+    token, and is what a reward model would say."""
+    reward = RewardModel(tiny_random, dtype="float32", kind="outcome")
+    torch.manual_seed(3)
+    torch.nn.init.normal_(reward.head.weight, std=0.5)
+    reward.calibration = Calibration(mean=0.3, std=2.0, num_responses=9)
+    reward.save(tmp_path / "model")
+    values = values_of(
+        CriticActor(config(groups=1), str(tmp_path / "model")), build([row(0, 0, [7, 9], [5, 8, 6])])
+    )
+    prefixes = [build([row(0, 0, [7, 9], [5])]), build([row(0, 0, [7, 9], [5, 8])])]
+    scores = [reward.scores([unpack(table)], microbatch_tokens=64)[0] for table in prefixes]
+    expected = [(float(score) - 0.3) / 2.0 for score in scores]
+    assert values[0][1:] == pytest.approx(expected, abs=1e-5)

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 
 from headway.actors.chat import encode, follower, rewrites_past
 from headway.actors.environments import (
-    Calculator,
     GuessingGame,
     Observation,
     Outcome,
@@ -452,7 +451,7 @@ def test_tools_are_described_called_and_bounded() -> None:
 )
 def test_the_calculator(expression: str, value: str) -> None:
     assert calculator(expression) == value
-    now = said_to(Calculator(), call_of("calculator", {"expression": expression}))
+    now = said_to(make("calculator", {}), call_of("calculator", {"expression": expression}))
     assert isinstance(now, Observation) and value in str(now.content)
 
 

@@ -332,8 +332,11 @@ def test_everything_is_killed_once_and_every_prompt_is_trained_once(
         refused = run(headway("scale", "generation=0", "--run", folder), root, 90)
         assert refused.returncode == 2 and "needs at least" in refused.stderr
         answer = run(headway("scale", "generation=1", "--run", folder), root, 90)
-        assert "generation: 3 -> 1 engines" in answer.stdout, answer.stdout + answer.stderr
+        assert "generation: 3 -> 1 (" in answer.stdout, answer.stdout + answer.stderr
         wait_for(serving(1), process, "one engine")
+        answer = run(headway("scale", "verifiers=2", "--run", folder), root, 90)
+        assert "verifiers: 1 -> 2 (" in answer.stdout, answer.stdout + answer.stderr
+        wait_for(lambda: says("verifiers: 1 -> 2"), process, "a second verifier")
 
         kill(folder / "logs" / "learner-0.log", "PolicyActor")
         wait_for(lambda: says("(restart 1 of 3)"), process, "a restart from the checkpoint")
