@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections import Counter
@@ -42,14 +43,14 @@ class Evaluation:
 def evaluation_config(target: str, config_path: Path | None, overrides: list[str]) -> tuple[Config, str]:
     """The configuration and model folder for a run folder, or for a model with `--config`. Raises `ConfigError`."""
     run_config = Path(target) / "config.json"
-    if run_config.is_file():
+    if run_config.is_file() and "run" in json.loads(run_config.read_text(encoding="utf-8")):
         newest = checkpoint.newest_complete(Path(target) / "checkpoints")
         if newest is None:
             raise ConfigError(f"run {target} has no complete checkpoint yet, so there is nothing to evaluate")
         return load_config(config_path or run_config, overrides), str(newest / "learner" / "model")
     if config_path is None:
         raise ConfigError(
-            f"{target} is no run folder (it holds no config.json); for a model, say --config CONFIG"
+            f"{target} is no run folder (it holds no config.json of a run); for a model, say --config CONFIG"
         )
     return load_config(config_path, overrides), target
 

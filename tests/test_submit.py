@@ -178,19 +178,26 @@ def test_a_request_without_an_answer_is_sent_again_but_not_for_ever(
             server.shutdown()
 
 
-def test_prompts_travel_with_the_job_under_their_keys(tmp_path: Path) -> None:
+def test_prompts_travel_with_the_job_under_their_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file by its kind, a folder whole, its split kept; what is too large must be readable everywhere."""
     data, job = tmp_path / "data", tmp_path / "job"
     (data / "train").mkdir(parents=True)
     (data / "train" / "a.parquet").write_bytes(b"rows")
     (tmp_path / "held.jsonl.gz").write_bytes(b"more")
+    monkeypatch.chdir(tmp_path)
     config = parse_config(
-        {"data": {"source": f"{data}:train", "eval_source": str(tmp_path / "held.jsonl.gz")}}
+        {
+            "data": {"source": f"{data}:train", "eval_source": str(tmp_path / "held.jsonl.gz")},
+            "reward_model": {"path": "data"},
+        }
     )
     job.mkdir()
     jobs.job_folder(config, job)
     tree = json.loads((job / "config.json").read_text())
     assert (tree["data"]["source"], tree["data"]["eval_source"]) == ("source:train", "eval_source.jsonl.gz")
+    assert (tree["model"]["path"], tree["reward_model"]["path"]) == ("smollm2-135m-instruct", str(data))
     assert (job / "source" / "train" / "a.parquet").read_bytes() == b"rows"
     assert (job / "eval_source.jsonl.gz").read_bytes() == b"more"
     with pytest.raises(ConfigError, match=r"data.source=nowhere.jsonl is missing here .* absolute path"):
