@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from headway.actors.episodes import Episode
 from headway.actors.extra_rollouts import branch_mark, greedy_mark, step_ends
 from headway.actors.samples import Sample, SampleRequest, digest
-from headway.core.config import Environment
 from headway.core.errors import ConfigError, HandedBack
 from headway.core.prompts import Prompt
+from headway.core.sections import Environment
 
 Row = dict[str, Any]
 T = TypeVar("T")

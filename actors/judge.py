@@ -22,10 +22,11 @@ from headway.actors.extra_rollouts import fold
 from headway.actors.generation_rows import all_of
 from headway.actors.generation_traces import Traces, places, prepare, remove_traces
 from headway.actors.later_verdicts import leaves, settle
-from headway.core.config import JUDGE_VERDICT_TOKENS, Config
+from headway.core.config import Config
 from headway.core.errors import ConfigError, DataError, EngineDead
 from headway.core.metrics import Recorder, Update
 from headway.core.prompts import Prompt
+from headway.core.sections import JUDGE_VERDICT_TOKENS
 from headway.verifiers.composite import expand
 from headway.verifiers.extract import after_reasoning
 from headway.verifiers.golds import MEANINGLESS

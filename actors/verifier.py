@@ -13,11 +13,11 @@ import pyarrow as pa
 from headway.actors.extra_rollouts import fold
 from headway.actors.http_scorer import HttpScorer
 from headway.actors.later_verdicts import leave
-from headway.core.config import Verifiers
 from headway.core.errors import HeadwayError
 from headway.core.metrics import VERIFIER_ERRORS, Recorder, Update
 from headway.core.prompts import Prompt
 from headway.core.rollouts import judged_text, replace_column
+from headway.core.sections import Verifiers
 from headway.verifiers.composite import combine, expand
 from headway.verifiers.golds import check_golds
 from headway.verifiers.judging import JUDGE

@@ -18,8 +18,9 @@ import torch
 
 from headway.actors.generation import GenerationActor, GroupRequest
 from headway.actors.verifier import VerifierWorker
-from headway.core.config import Config, Verifiers, parse_config
+from headway.core.config import Config, parse_config
 from headway.core.prompts import Prompt, PromptStream, load_prompts
+from headway.core.sections import Verifiers
 from headway.core.weights import Manifest
 from headway.learner.pretrained import model_folder
 from headway.learner.publish import export, layout_of

@@ -33,8 +33,9 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from headway.core.config import Config, Resources
+from headway.core.config import Config
 from headway.core.errors import ClusterError, StoreFull
+from headway.core.sections import Resources
 from headway.core.weights import ITEM_BYTES
 
 PROBE_DEADLINE_S = 5.0
@@ -395,7 +396,7 @@ def _hosted(cls: type, log: str, expected_version: str, num_gpus: int) -> type:
             async def watch(self) -> None:
                 await asyncio.Event().wait()
 
-            async def signalled(self, method: str, *args: Any) -> Any:
+            async def signalled(self, method: str, *args: Any) -> Any:  # pyright: ignore[reportRedeclaration]
                 """The result, and beside it something small to wait for, which fails as it does."""
                 return await getattr(self, method)(*args), None
         else:
@@ -404,7 +405,7 @@ def _hosted(cls: type, log: str, expected_version: str, num_gpus: int) -> type:
             def watch(self) -> None:
                 threading.Event().wait()
 
-            def signalled(self, method: str, *args: Any) -> Any:  # pyright: ignore[reportRedeclaration]
+            def signalled(self, method: str, *args: Any) -> Any:
                 return getattr(self, method)(*args), None
 
     Hosted.__name__ = Hosted.__qualname__ = cls.__name__

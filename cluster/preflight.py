@@ -15,7 +15,8 @@ from headway.actors.episodes import longest_prompt
 from headway.actors.policy import demonstrations_file
 from headway.actors.verifier import VerifierWorker
 from headway.cluster.queue import group_bytes
-from headway.core.config import Config, warnings
+from headway.core.config import Config
+from headway.core.consistency import warnings
 from headway.core.errors import ConfigError, DataError
 from headway.core.prompts import Prompt, load_prompts
 from headway.learner.pretrained import is_to_be_made, model_folder

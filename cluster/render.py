@@ -17,8 +17,9 @@ from ray._private.label_utils import validate_node_label_syntax
 
 from headway.cluster.placement import FAILURE_DETECTION, Need, needs
 from headway.core import datasets
-from headway.core.config import Config, Resources
+from headway.core.config import Config
 from headway.core.errors import ConfigError
+from headway.core.sections import Resources
 
 Manifest = dict[str, Any]
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.core.config import WEIGHTS, Algorithm, Correction
+from headway.core.sections import WEIGHTS, Algorithm, Correction
 from headway.learner.kl import k3
 from headway.learner.losses import MAX_LOG_RATIO, Responses, check_shapes, responses_of
 

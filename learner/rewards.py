@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.core.config import Algorithm
 from headway.core.errors import SchemaError
+from headway.core.sections import Algorithm
 from headway.learner.kl import ESTIMATES
 
 STD_EPS = 1e-6

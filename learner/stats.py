@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.core.config import Algorithm
+from headway.core.sections import Algorithm
 from headway.learner.corrections import (
     Counterfactual,
     ImportanceStatistics,

@@ -14,8 +14,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from headway.core.config import Algorithm, Config
+from headway.core.config import Config
 from headway.core.errors import HeadwayError, SchemaError
+from headway.core.sections import Algorithm
 from headway.learner import advantages as estimators
 from headway.learner.batching import Group, unpack
 from headway.learner.corrections import is_missing, lag_factors

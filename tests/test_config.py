@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.core.config import dump_config, keys, load_config, parse_config, warnings
+from headway.core.config import dump_config, keys, load_config, parse_config
+from headway.core.consistency import warnings
 from headway.core.errors import ConfigError
 from headway.core.presets import PRESETS
 

@@ -29,9 +29,10 @@ from headway.actors.generation_rows import GroupRequest, GroupSampler
 from headway.actors.samples import Sample, SampleRequest
 from headway.actors.verifier import VerifierWorker
 from headway.core import rollouts
-from headway.core.config import Environment, Verifiers, parse_config
+from headway.core.config import parse_config
 from headway.core.errors import ConfigError, DataError, HandedBack, RolloutFailed
 from headway.core.prompts import Prompt, harmless
+from headway.core.sections import Environment, Verifiers
 
 PROMPT = Prompt(prompt_id="p", content="2 + 3 =", gold="5", verifier="numeric")
 EOS = ord("$")

@@ -19,9 +19,10 @@ from headway.actors.generation_rows import GroupRequest, GroupSampler
 from headway.actors.samples import Sample, SampleRequest
 from headway.actors.verifier import VerifierWorker
 from headway.core import rollouts
-from headway.core.config import Environment, Verifiers, load_config
+from headway.core.config import load_config
 from headway.core.errors import ConfigError, HandedBack, SchemaError
 from headway.core.prompts import Prompt
+from headway.core.sections import Environment, Verifiers
 
 PIECES = ["a", "b", "\n", "\n\n", "b\n\nc", "a\n", "\nb"]
 PROMPT = Prompt(prompt_id="p", content="2 + 3 =", gold="5", verifier="numeric")

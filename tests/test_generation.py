@@ -21,9 +21,10 @@ from headway.actors.generation import GenerationActor
 from headway.actors.generation_rows import GroupRequest
 from headway.actors.samples import SampleRequest
 from headway.core import rollouts
-from headway.core.config import Config, Environment, parse_config
+from headway.core.config import Config, parse_config
 from headway.core.errors import DataError, RolloutFailed, WeightUpdateFailed
 from headway.core.prompts import Prompt
+from headway.core.sections import Environment
 from headway.core.weights import Manifest
 from headway.learner.model import PolicyModel
 from headway.learner.publish import export, layout_of

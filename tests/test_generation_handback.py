@@ -27,9 +27,10 @@ from headway.actors.generation_rows import GroupRequest
 from headway.actors.generation_traces import SHARED, remove_traces
 from headway.actors.samples import KEPT_SCHEMA, Sample, kept_samples, kept_table
 from headway.core import rollouts
-from headway.core.config import Environment, parse_config
+from headway.core.config import parse_config
 from headway.core.errors import HandedBack, RolloutFailed, WeightUpdateFailed
 from headway.core.prompts import Prompt
+from headway.core.sections import Environment
 from headway.core.weights import Manifest
 from headway.learner.model import PolicyModel
 from headway.learner.publish import export, layout_of

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from headway.actors.http_scorer import MAX_REPLY_BYTES, Circuit, HttpScorer, read_reply
 from headway.actors.verifier import VerifierWorker
 from headway.core import rollouts
-from headway.core.config import Verifiers
 from headway.core.errors import Closed, ConfigError
 from headway.core.prompts import Prompt
+from headway.core.sections import Verifiers
 from headway.verifiers.verdict import Item, Verdict
 
 TOKEN = "sekrit-31415"

@@ -20,9 +20,10 @@ import torch
 from headway.actors.judge import JudgeActor, opens_reasoning, special_tokens
 from headway.actors.verifier import VerifierWorker
 from headway.core import rollouts
-from headway.core.config import Judge, Verifiers, parse_config
+from headway.core.config import parse_config
 from headway.core.errors import ConfigError, DataError, EngineDead
 from headway.core.prompts import Prompt
+from headway.core.sections import Judge, Verifiers
 from headway.verifiers.judging import Rubric, judge_messages
 from headway.verifiers.pending import PENDING, with_pending
 from headway.verifiers.verdict import Item, Verdict

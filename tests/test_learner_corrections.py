@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from headway.core.config import WEIGHTS, Algorithm, Correction, parse_config
+from headway.core.config import parse_config
 from headway.core.errors import ConfigError
+from headway.core.sections import WEIGHTS, Algorithm, Correction
 from headway.learner.corrections import (
     Corrected,
     correct,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from headway.core.config import Algorithm
+from headway.core.sections import Algorithm
 from headway.learner.corrections import correct, importance_weights
 from headway.learner.kl import ESTIMATES
 from headway.learner.losses import Aggregation, policy_loss, response_log_ratio, token_weights

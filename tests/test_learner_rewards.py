@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from headway.core.config import Algorithm
 from headway.core.errors import SchemaError
+from headway.core.sections import Algorithm
 from headway.learner.rewards import (
     RewardState,
     Scale,

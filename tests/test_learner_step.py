@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from headway.core.config import Algorithm
 from headway.core.errors import SchemaError
+from headway.core.sections import Algorithm
 from headway.learner.batching import Group
 from headway.learner.rewards import RewardState
 from headway.learner.step import StepBatch, prepare

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.core.config import Algorithm
+from headway.core.sections import Algorithm
 from headway.learner.batching import Group
 from headway.learner.corrections import correct
 from headway.learner.losses import policy_loss

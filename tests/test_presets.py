@@ -17,9 +17,10 @@ from headway.actors.critic import CriticActor
 from headway.actors.generation import GenerationActor, GroupRequest
 from headway.actors.reference import ReferenceActor
 from headway.actors.verifier import VerifierWorker
-from headway.core.config import Config, Verifiers, parse_config
+from headway.core.config import Config, parse_config
 from headway.core.presets import PRESETS
 from headway.core.prompts import Prompt, load_prompts
+from headway.core.sections import Verifiers
 from headway.learner.trainer import Trainer
 
 GROUPS, RESPONSES = 6, 8

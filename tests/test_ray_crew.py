@@ -33,7 +33,7 @@ from headway.cluster import ray_crew
 from headway.cluster.crew import Crew
 from headway.cluster.ray_crew import ROLES, RayCrew
 from headway.core import rollouts
-from headway.core.config import Config, Verifiers, parse_config
+from headway.core.config import Config, parse_config
 from headway.core.errors import (
     ActorDied,
     ClusterError,
@@ -45,6 +45,7 @@ from headway.core.errors import (
     StoreFull,
 )
 from headway.core.prompts import Prompt
+from headway.core.sections import Verifiers
 from headway.core.weights import Manifest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -359,7 +360,7 @@ async def test_a_group_goes_from_the_engine_through_the_scorers_to_the_learner(
     report = await crew.report(0)
     assert (report.kv_cache_usage, report.preemptions) == (0.25, 3)
     assert report.updates == [("headway_generation_tokens_total", "", 2.0)]
-    updates = await crew.scorer_updates()
+    updates: list[Any] = await crew.scorer_updates()
     counts = {label: sum(payload[0]) for name, label, payload in updates if name == "headway_scoring_seconds"}
     assert counts == {"verifiers": 2, "reference": 2, "critic": 2}
     assert updates[3:] == [("headway_verifier_errors_total", "crash", 1.0)] * 2

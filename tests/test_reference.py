@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 
 from headway.core.choices import CHOICES, TITLES
-from headway.core.config import Algorithm, Correction
 from headway.core.reference import PAGES, algorithms_page
+from headway.core.sections import Algorithm, Correction
 
 DOCS = Path(__file__).parent.parent / "docs"
 

@@ -27,8 +27,9 @@ from headway.actors.verifier import VerifierWorker
 from headway.cluster.ledger import trained_groups
 from headway.cluster.preflight import prompts_of
 from headway.core import rollouts
-from headway.core.config import Config, Verifiers, load_config
+from headway.core.config import Config, load_config
 from headway.core.prompts import PromptStream
+from headway.core.sections import Verifiers
 from headway.learner.model import PolicyModel
 from headway.learner.publish import export, layout_of
 

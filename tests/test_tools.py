@@ -29,9 +29,10 @@ from headway.actors.environments import (
 )
 from headway.cluster.preflight import prompts_of
 from headway.core import rollouts
-from headway.core.config import Config, Environment, load_config
+from headway.core.config import Config, load_config
 from headway.core.errors import DataError
 from headway.core.prompts import Prompt, harmless
+from headway.core.sections import Environment
 from headway.learner.pretrained import model_folder
 
 PROMPT = Prompt(prompt_id="p", content="What is 6 * 7?", gold="42", verifier="numeric")

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from headway.actors.verifier import VerifierWorker
-from headway.core.config import Verifiers
 from headway.core.errors import Closed, DataError, HeadwayError
 from headway.core.prompts import Prompt, load_prompts
 from headway.core.rollouts import SCHEMA, build, validate
+from headway.core.sections import Verifiers
 from headway.verifiers.pool import VerifierPool
 from headway.verifiers.registry import VERIFIERS, Family, verify
 from headway.verifiers.verdict import Item
