@@ -1,4 +1,5 @@
 # make demo   train a real model asynchronously on this machine's CPU
+# make demo-rlhf   supervised fine-tuning, a reward model and PPO on five groups
 # make test   the whole test suite          make check   format, lint, types, import contracts
 # make docs   the generated reference pages       make bench   the figures of docs/benchmarks.md
 # make clean  remove what was built
@@ -8,10 +9,16 @@ BIN    := $(VENV)/bin
 PYTHON ?= python3.11
 READY  := $(VENV)/.ready-$(shell cat requirements/*.txt pyproject.toml | cksum | cut -d' ' -f1)
 
-.PHONY: demo tiny test check docs bench format typing clean tools
+.PHONY: demo demo-rlhf tiny test check docs bench format typing clean tools
 
 demo: $(READY)
 	$(BIN)/headway train configs/demo.yaml --overwrite
+
+demo-rlhf: $(READY)
+	$(BIN)/python configs/rlhf/data.py runs/rlhf-data
+	$(BIN)/headway train configs/rlhf/sft.yaml --overwrite
+	$(BIN)/headway train configs/rlhf/reward_model.yaml --overwrite
+	$(BIN)/headway train configs/rlhf/ppo.yaml --overwrite
 
 tiny: $(READY)
 	$(BIN)/headway train configs/tiny.yaml --overwrite
