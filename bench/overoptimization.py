@@ -3,7 +3,7 @@
     python bench/overoptimization.py [--steps 150] [--folder runs] [--plot docs/images/overoptimization.svg]
 
 Needs the first two stages of configs/rlhf in `--folder` (`make demo-rlhf`). Runs the third one twice, with beta 0 and
-beta 0.2, prints both every ten steps, and draws them.
+beta 0.05, prints both every ten steps, and draws them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BETAS = (0.0, 0.2)
+BETAS = (0.0, 0.05)
 
 
 def main() -> None:

@@ -150,5 +150,8 @@ async def test_people_reach_the_run_that_they_mean(address: str, tmp_path: Path)
     )
     await second.take.remote(30)
     ray.kill(second)
-    assert await hanging == "ClusterError the driver did not answer in 1 s: it is gone, or starts still and will do it then"
+    assert (
+        await hanging
+        == "ClusterError the driver did not answer in 1 s: it is gone, or starts still and will do it then"
+    )
     assert await ending == "ClusterError the run ended before it answered"

@@ -45,7 +45,7 @@ def data(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reward_run(root: Path, data: Path, tmp_path_factory: pytest.TempPathFactory, tiny_adder: Path) -> Path:
-    """A finished run of stage `reward_model`, stopped on the way and gone on with."""
+    """A finished run of stage `reward_model`: gone on with after its end, and its learner killed on the way."""
     folder = tmp_path_factory.mktemp("runs")
     command = [
         *("train", "configs/rlhf/reward_model.yaml", "model.path=tiny-adder", f"data.source={data / 'pairs.jsonl'}"),
@@ -53,9 +53,26 @@ def reward_run(root: Path, data: Path, tmp_path_factory: pytest.TempPathFactory,
     ]  # fmt: skip
     first = headway(root, *command, "run.steps=15")
     assert first.returncode == 0, first.stdout + first.stderr
-    second = headway(root, *command, "run.steps=45", "--resume")
-    assert second.returncode == 0, second.stdout + second.stderr
-    assert "resumed at version 15" in second.stdout
+    log = folder / "output.log"
+    resumed = [*command, "run.steps=45", "run.checkpoint_every=10", "--resume"]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "headway.cluster.cli", *resumed],
+            cwd=root,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        end = time.monotonic() + 120
+        while len(lines_of(folder / "rm")) < 25:
+            assert process.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+        kill(folder / "rm" / "logs" / "learner-0.log")
+        assert process.wait(240) == 0, log.read_text()
+    finally:
+        process.kill()
+    assert "resumed at version 15" in log.read_text()
+    assert "going on from version-00000020 (restart 1 of 3)" in log.read_text()
     return folder / "rm"
 
 
