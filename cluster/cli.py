@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from headway.cluster import deploy_cli, rollouts_cli, simulate_cli, verify_cli
+from headway.cluster import deploy_cli, doctor_cli, rollouts_cli, simulate_cli, status_cli, verify_cli
 from headway.core.config import Config, dump_config, load_config
 from headway.core.errors import ConfigError, HeadwayError, UserError
 
@@ -274,6 +274,10 @@ app.command(context_settings=OVERRIDES)(simulate_cli.plan)
 app.command(context_settings=OVERRIDES)(simulate_cli.simulate)
 app.command()(verify_cli.verify)
 app.command()(rollouts_cli.rollouts)
+app.command()(status_cli.status)
+app.command()(status_cli.top)
+app.command()(status_cli.stop)
+app.command(context_settings=OVERRIDES)(doctor_cli.doctor)
 app.add_typer(deploy_cli.app, name="deploy")
 
 

@@ -7,6 +7,8 @@ import itertools
 import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,22 +85,29 @@ def scale(target: str | None, address: str | None, group: str, replicas: int) ->
 
 def request(target: str | None, address: str | None, kind: str, value: Any) -> dict[str, Any]:
     """Sends one request to a run's driver and waits for the answer. Raises as `scale`."""
+    with cluster_of(target, address) as run:
+        _, mailbox = find(run)
+        return ask(mailbox, kind, value)
+
+
+@contextmanager
+def cluster_of(target: str | None, address: str | None) -> Iterator[str | None]:
+    """Joins the cluster of a run for a while; gives the run's name, None for the only one there. Raises as `scale`."""
     where = None if target is None else _run_folder(target)
     if where is not None:
-        run = str(where["namespace"])
+        run = str(where["namespace"]).removeprefix(namespace(""))
         place = address or str(where["address"])
     else:
-        run = None if target is None else namespace(target)
+        run = target
         place = address or os.environ.get("RAY_ADDRESS") or "auto"
     if place.startswith(("http://", "https://")):
         raise UserError(
             f"{place} is the address of a dashboard; --address (or RAY_ADDRESS) must be the cluster's, as in HEAD:6379"
         )
     logging.getLogger("ray").setLevel(logging.CRITICAL)
-    join(place, run or "headway")
+    join(place, "headway")
     try:
-        mailbox = _mailbox(run)
-        return _conversation(mailbox, kind, value)
+        yield run
     finally:
         ray.shutdown()
 
@@ -117,14 +126,15 @@ def _run_folder(target: str) -> dict[str, Any] | None:
     return None
 
 
-def _mailbox(run: str | None) -> Any:
+def find(run: str | None) -> tuple[str, Any]:
+    """Name and mailbox of a run, None: of the only one on the cluster. Raises as `scale`."""
     actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
     runs: list[str] = sorted(
-        actor["namespace"]
+        actor["namespace"].removeprefix(namespace(""))
         for actor in actors
         if actor["name"] == CONTROL and actor["namespace"].startswith(namespace(""))
     )
-    names = ", ".join(other.removeprefix(namespace("")) for other in runs) or "none"
+    names = ", ".join(runs) or "none"
     if run is None:
         if not runs:
             raise ClusterError(
@@ -134,14 +144,13 @@ def _mailbox(run: str | None) -> Any:
             raise UserError(f"several runs are running on this cluster, name one: {names}")
         (run,) = runs
     try:
-        return ray.get_actor(CONTROL, run)
+        return run, ray.get_actor(CONTROL, namespace(run))
     except ValueError:
-        raise ClusterError(
-            f"run {run.removeprefix(namespace(''))!r} is not running on this cluster; running: {names}"
-        ) from None
+        raise ClusterError(f"run {run!r} is not running on this cluster; running: {names}") from None
 
 
-def _conversation(mailbox: Any, kind: str, value: Any) -> dict[str, Any]:
+def ask(mailbox: Any, kind: str, value: Any) -> dict[str, Any]:
+    """The driver's answer to a request. Raises what it answers, and `ClusterError` when it does not."""
     get: Any = ray.get
     try:
         ticket = get(mailbox.ask.remote(kind, value), timeout=CALL_DEADLINE_S)

@@ -23,6 +23,9 @@ import ray
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
+from ray._private.authentication.grpc_authentication_client_interceptor import (
+    _get_authentication_metadata_tuple as metadata_with_token,
+)
 from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RaySystemError
 from ray.util.placement_group import (
@@ -129,8 +132,13 @@ def join(address: str, run: str, **options: Any) -> None:
         address = _found()
     # Ray does not say that a cluster wants the token of this machine. Where it wants none, a driver that shows one cannot
     # be reached by its own actors.
-    if address != "local" and _wants_token(address):
+    if address != "local" and wants_token(address):
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        if ":" in address and wants_token(address, metadata_with_token()):
+            raise ClusterError(
+                f"cannot join the Ray cluster at {address!r}: unauthorised; set RAY_AUTH_TOKEN to the cluster's token, or put "
+                "it into ~/.ray/auth_token"
+            )
     # Ray puts the driver's working directory first on every worker's import path. An empty folder keeps ours
     # from standing in for packages of the same name.
     neutral = Path(tempfile.gettempdir()) / f"headway-cwd-{os.getuid()}"
@@ -163,8 +171,8 @@ def _found() -> str:
     return address
 
 
-def _wants_token(address: str) -> bool:
-    """Whether the cluster refuses whoever shows no token. Ray itself retries an address that nobody answers at for minutes;
+def wants_token(address: str, metadata: tuple[tuple[str, str], ...] = ()) -> bool:
+    """Whether the cluster refuses whoever shows only this. Ray itself retries an address that nobody answers at for minutes;
     one plain call tells at once. Raises `ClusterError`."""
     import grpc
 
@@ -173,7 +181,9 @@ def _wants_token(address: str) -> bool:
         return True
     with grpc.insecure_channel(place) as channel:
         try:
-            channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")(b"", timeout=PROBE_DEADLINE_S)
+            channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")(
+                b"", timeout=PROBE_DEADLINE_S, metadata=metadata
+            )
         except grpc.RpcError as error:
             code: Any = error.code()  # pyright: ignore[reportAttributeAccessIssue]
             if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):

@@ -64,14 +64,11 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
 
     `say` is told what takes long.
     """
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     for warning in warnings(config):
         say(f"warning: {warning}")
     check_golds(config, prompts)
     kinds = frozenset[str]().union(*(kinds_of(prompt) for prompt in prompts))
-    _check_remote(config, kinds, say)
+    check_remote(config, kinds, say)
     if "code" in kinds and (gap := sandbox.unprotected()):
         say(f"warning: {gap}")
     folder = made_model(config.model.path, say)
@@ -83,8 +80,18 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
         config = config.model_copy(update={"critic": critic})
     if config.reward_model.path is not None:
         config = _with_reward_model(config, config.reward_model.path, folder)
-    longest = _longest_prompt(config, folder, prompts)
-    needed = longest + config.sampling.max_new_tokens
+    tokenizer = tokenizer_of(folder)
+    check_template(config, folder, tokenizer)
+    longest = longest_of(config, tokenizer, prompts)
+    check_batch(config, longest)
+    generation = config.generation.model_copy(update={"max_model_len": model_len(config, longest)})
+    config = config.model_copy(update={"generation": generation})
+    check_disk(config, folder)
+    return Checked(config=config, model_folder=folder, longest_prompt=longest)
+
+
+def check_batch(config: Config, longest: int) -> None:
+    """The queue must hold a batch. `longest`: tokens of the longest prompt. Raises `ConfigError`."""
     batch = config.groups_per_batch * group_bytes(
         config.rows_per_group, longest, config.sampling.max_new_tokens
     )
@@ -93,19 +100,20 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
             f"queue.max_mib={config.queue.max_mib} may not hold one batch of {config.groups_per_batch} groups; set it to "
             f"at least {-(-batch >> 20)}"
         )
+
+
+def model_len(config: Config, longest: int) -> int:
+    """Tokens that an engine must hold: `generation.max_model_len`, or what it takes. Raises `ConfigError`."""
+    needed = longest + config.sampling.max_new_tokens
     limit = config.generation.max_model_len
-    if limit is not None and limit < needed:
+    if limit is None:
+        return -(-needed // ROUND_TOKENS_TO) * ROUND_TOKENS_TO
+    if limit < needed:
         raise ConfigError(
             f"generation.max_model_len={limit} cannot hold the longest prompt ({longest} tokens) and "
             f"sampling.max_new_tokens={config.sampling.max_new_tokens}; it needs {needed}"
         )
-    if limit is None:
-        limit = -(-needed // ROUND_TOKENS_TO) * ROUND_TOKENS_TO
-        config = config.model_copy(
-            update={"generation": config.generation.model_copy(update={"max_model_len": limit})}
-        )
-    _check_disk(config, folder)
-    return Checked(config=config, model_folder=folder, longest_prompt=longest)
+    return limit
 
 
 def kinds_of(prompt: Prompt) -> frozenset[str]:
@@ -125,7 +133,8 @@ def known_to_judge(prompts: tuple[Prompt, ...]) -> list[Prompt]:
     return list(islice(judged, TRIED_GOLDS))
 
 
-def _check_remote(config: Config, kinds: frozenset[str], say: Callable[[str], None]) -> None:
+def check_remote(config: Config, kinds: frozenset[str], say: Callable[[str], None]) -> None:
+    """Scorers that these verifiers need must be named. Raises `ConfigError`."""
     for kind, key, value in (
         (JUDGE, "judge.model", config.judge.model),
         (HTTP, "verifiers.http_url", config.verifiers.http_url),
@@ -184,16 +193,31 @@ def check_golds(config: Config, prompts: tuple[Prompt, ...]) -> None:
         )
 
 
-def _longest_prompt(config: Config, folder: Path, prompts: tuple[Prompt, ...]) -> int:
-    """Tokens of the longest prompt, looked for among those with the most characters."""
+def tokenizer_of(folder: Path) -> Any:
+    """Of a model folder. Raises `DataError`."""
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    logging.disable_progress_bar()
+    try:
+        return AutoTokenizer.from_pretrained(str(folder))
+    except Exception as error:  # the library's Rust part raises plain ones
+        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise DataError(f"the tokenizer in {folder} cannot be loaded: {lines[0]}") from error
+
+
+def check_template(config: Config, folder: Path, tokenizer: Any) -> None:
+    """Whether prompts, and conversations if there are any, can be put as the configuration wants it. Raises
+    `ConfigError`."""
     if config.model.chat_template and not tokenizer.chat_template:
         raise ConfigError(
             f"model {folder} has no chat template; set model.chat_template=false to use prompts as plain text"
         )
     _check_environment(config, tokenizer)
+
+
+def longest_of(config: Config, tokenizer: Any, prompts: tuple[Prompt, ...]) -> int:
+    """Tokens of the longest prompt, looked for among those with the most characters."""
     longest = sorted(prompts, key=lambda prompt: len(str(prompt.content)))[-CHECKED_LENGTHS:]
 
     def tokens(prompt: Prompt) -> list[int]:
@@ -244,7 +268,7 @@ def encode_demonstrations(config: Config, folder: Path) -> None:
     write_demonstrations(demonstrations, demonstrations_file(config.run_folder))
 
 
-def _check_disk(config: Config, folder: Path) -> None:
+def check_disk(config: Config, folder: Path) -> None:
     """Two checkpoints of weights and both AdamW moments in float32 must fit beside each other."""
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     needed = 2 * weights * 6  # bfloat16 on disk: x2 to float32, x3 with the moments

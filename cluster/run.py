@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from headway.cluster.crew import Crew
 from headway.cluster.exporter import Exporter
@@ -32,10 +33,12 @@ class Run:
     resume_from: Path | None = None
     stopping: bool = False
     session: Session | None = field(default=None, init=False)
+    _task: asyncio.Task[Any] | None = field(default=None, init=False)
 
     async def execute(self) -> None:
         """Trains. Goes on from the newest checkpoint when weights died with their actor, `run.max_restarts` times.
         Raises `Starved` when nothing moves, and the first other failure of any part."""
+        self._task = asyncio.current_task()
         restarts, totals, port = 0, Exporter(), None
         while True:
             crew = self.crew()
@@ -47,6 +50,7 @@ class Run:
                 progress=self.progress,
                 totals=totals,
                 resume_from=self.resume_from,
+                on_stop=self.request_stop,
                 is_restart=restarts > 0,
                 port=port,
                 stopping=self.stopping,
@@ -96,10 +100,12 @@ class Run:
     def say(self, text: str) -> None:
         self.progress.say(text)
 
-    def request_stop(self) -> None:
-        """Ends the run after the optimizer step in progress, with a checkpoint."""
+    def request_stop(self, at_once: bool = False) -> None:
+        """Ends the run after the optimizer step in progress, with a checkpoint; or at once, by cancelling `execute`."""
         self.stopping = True
-        if self.session:
+        if at_once and self._task:
+            self._task.cancel()
+        elif self.session:
             self.session.request_stop()
 
 

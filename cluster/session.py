@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Coroutine
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ from headway.cluster.queue import Receipt
 from headway.cluster.record import observe_critic, observe_step
 from headway.cluster.scorers import Scorers
 from headway.cluster.state import Group
+from headway.cluster.status import RECENT_STEPS, snapshot
 from headway.cluster.supervisor import CALL_DEADLINE_S, Supervisor
 from headway.cluster.watch import Waits
 from headway.core.config import Config, dump_config
@@ -62,6 +64,8 @@ class Session:
     totals: Exporter
     """Every series of the run, over all its sessions."""
     resume_from: Path | None
+    on_stop: Callable[[bool], None]
+    """Called when someone asks for the run's end: at once (True), or as `request_stop` does it."""
     is_restart: bool = False
     """Another session of this process came before,"""
     port: int | None = None
@@ -75,9 +79,13 @@ class Session:
         self.waits = Waits(self.recorder)
         self.folder = self.config.run_folder.resolve()
         self.started = self.last_progress = self._now()
-        self.learner_works = False
+        self.learner_works = self.is_up = False
         self.tasks: set[asyncio.Task[None]] = set()
         self.no_signal: NoSignal | None = None
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
+        """Records of the newest steps."""
+        self.saved: int | None = None
+        """Version of the newest checkpoint."""
         self.autoscaler = _autoscaler(self.config)
         try:
             async with asyncio.TaskGroup() as self.loops:
@@ -86,8 +94,11 @@ class Session:
                 except ActorDied as death:
                     raise Lost(f"{death} while the run started") from death
                 self.last_progress = self._now()
-                for loop in (self.dispatcher.run(), self.heartbeat(), self.control()):
+                self.is_up = True
+                for loop in (self.dispatcher.run(), self.heartbeat()):
                     self._spawn(loop)
+                if not self.answering:
+                    self._spawn(self.control())
                 self.engines.keep_all()
                 await self.learn()
                 for task in self.tasks:
@@ -134,6 +145,8 @@ class Session:
         self.port = await self._call(crew.serve_metrics(self.port), "the metrics endpoint", "start")
         self.progress.endpoint(self.port, config.metrics.port)
         _write_text(self.folder / "metrics_port", str(self.port))
+        self.answering = True
+        self._spawn(self.control())
         common = (config, crew, self.waits, self.recorder, say, self._spawn)
         self.engines = Engines(*common, on_left=lambda replica: self.totals.forget_replica(str(replica)))
         self.scorers = Scorers(*common)
@@ -205,7 +218,7 @@ class Session:
     async def learn(self) -> None:
         """Trains until the last step. Waits for: finished groups. Unblocked by: every group that ends, `request_stop`."""
         config, steps_per_batch = self.config, self.config.learner.steps_per_batch
-        saved = self.version if self.resume_from else -1
+        self.saved = self.version if self.resume_from else None
         while self.version < config.run.steps:
             began = self._now()
             batch = await self._take_batch()
@@ -247,8 +260,7 @@ class Session:
             every = config.run.checkpoint_every
             if every and self.version // every > (self.version - steps_per_batch) // every:
                 await self.checkpoint()
-                saved = self.version
-        if saved != self.version:
+        if self.saved != self.version:
             await self.checkpoint()
 
     async def _take_batch(self) -> list[Group] | None:
@@ -339,25 +351,50 @@ class Session:
             self.no_signal = fault
             self.request_stop()
 
-    # ---- control: how many engines -------------------------------------------------------------------------
+    # ---- control: requests from outside --------------------------------------------------------------------
 
     async def control(self) -> None:
-        """Answers requests. Waits for: whoever asks."""
+        """Answers requests. Waits for: whoever asks. Ends when the mailbox dies before there is a supervisor to repair it."""
         while True:
             try:
                 ticket, kind, value = await self.crew.next_request()
             except ActorDied as death:
+                if not self.is_up:
+                    self.answering = False
+                    return
                 await self.supervisor.repaired(death, who="control")
                 continue
-            answer = self._scale(*value) if kind == "scale" else UserError(f"unknown request {kind!r}")
+            answer, what = self._answer(kind, value), "an answer to be passed on"
+
+            def give(ticket: int = ticket, answer: Any = answer) -> Awaitable[None]:
+                return self.crew.answer(ticket, answer)
+
             try:
-                await self.supervisor.insist(
-                    lambda ticket=ticket, answer=answer: self.crew.answer(ticket, answer),
-                    what="an answer to be passed on",
-                    stage="metrics",
-                )
+                if self.is_up:
+                    await self.supervisor.insist(give, what=what, stage="metrics")
+                else:
+                    await self._call(give(), what, "metrics")
+            except ActorDied as death:  # while the run starts; what is asked is done all the same
+                self.progress.say(f"an answer is lost: {death}")
             except Starved as failure:
                 self.progress.say(str(failure))  # who asked finds out by a deadline of its own
+            if kind == "stop":
+                self.progress.say(
+                    f"asked to stop {'at once' if value else 'after this step, with a checkpoint'}"
+                )
+                self.on_stop(value)
+
+    def _answer(self, kind: str, value: Any) -> dict[str, Any] | UserError:
+        match kind:
+            case "scale" if not self.is_up:
+                return UserError("the run is still starting; scale it when it trains")
+            case "scale":
+                return self._scale(*value)
+            case "status" | "stop":
+                this: Any = self  # type checkers know it under two names
+                return snapshot(this)
+            case _:
+                return UserError(f"unknown request {kind!r}")
 
     def _scale(self, group: str, wanted: int) -> dict[str, Any] | UserError:
         elastic = ("generation", *self.scorers.targets)
@@ -477,6 +514,7 @@ class Session:
             path = self.folder / "metrics.jsonl"
             with checkpoint.writing(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+            self.recent.append(record)
             self.progress.step(record)
 
     # ---- checkpoint ----------------------------------------------------------------------------------------
@@ -506,6 +544,7 @@ class Session:
             _write_text(draft / "config.json", dump_config(self.config))
         self.groups.ledger.sync()
         await asyncio.to_thread(checkpoint.commit, draft)
+        self.saved = self.version
         self.learner_works = False
         self.last_progress = self._now()
         self.progress.say(f"checkpoint {self.version} in {self._now() - began:.1f} s")

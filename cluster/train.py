@@ -36,6 +36,7 @@ from headway.learner.pretrained import fingerprint as fingerprint_of_model
 
 class Stoppable(Protocol):
     version: Any
+    stopping: bool
 
     def execute(self) -> Coroutine[Any, Any, None]: ...
     def request_stop(self) -> None: ...
@@ -121,16 +122,14 @@ def _executed(run: Stoppable) -> int | None:
 
 
 async def _until_stopped(run: Stoppable) -> bool:
-    """Executes the run; the first Ctrl-C ends it after the step in progress, the second at once."""
+    """Executes the run; the first Ctrl-C ends it after the step in progress, the second at once. Returns whether it
+    was asked to stop."""
     task = asyncio.ensure_future(run.execute())
-    interrupted = False
 
     def on_signal() -> None:
-        nonlocal interrupted
-        if interrupted:
+        if run.stopping:
             task.cancel()
             return
-        interrupted = True
         run.say("stopping after this step, with a checkpoint (again to stop at once)")
         run.request_stop()
 
@@ -140,6 +139,6 @@ async def _until_stopped(run: Stoppable) -> bool:
     try:
         await task
     except asyncio.CancelledError:
-        if not interrupted:
+        if not run.stopping:
             raise
-    return interrupted
+    return run.stopping

@@ -161,7 +161,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         tree = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+        raise ConfigError(f"{path} is not YAML: {_yaml_fault(error)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(
             f"{path} must hold sections such as 'run:' and 'learner:', not {type(tree).__name__}"
@@ -211,8 +211,15 @@ def _apply_override(tree: dict[str, Any], override: str) -> str:
     try:
         node[leaf] = yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from error
+        raise ConfigError(f"override {override!r}: the value is not YAML: {_yaml_fault(error)}") from error
     return key
+
+
+def _yaml_fault(error: yaml.YAMLError) -> str:
+    """In one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split())
 
 
 def _explain(fault: Any, where: dict[str, str]) -> str:
