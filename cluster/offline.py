@@ -129,6 +129,11 @@ class OfflineRun:
     started: float = field(default_factory=time.monotonic)
     _shown_at: float = -math.inf
 
+    @property
+    def folder(self) -> Path:
+        """Of the run, for actors too, whose working directory is another."""
+        return self.config.run_folder.resolve()
+
     def header(self, train: int, held_out: int) -> None:
         """What this run is about to do."""
         config = self.config
@@ -153,7 +158,7 @@ class OfflineRun:
         for restart in range(self.config.run.max_restarts + 1):
             crew = RayCrew(
                 self.config,
-                self.config.run_folder.resolve(),
+                self.folder,
                 self.model_folder,
                 {**ROLES, "learner": OfflineActor},
             )
@@ -166,7 +171,7 @@ class OfflineRun:
                         f"{failure}; the run went on from its checkpoint {restart} times already (run.max_restarts); see "
                         "the logs in its folder, go on with --resume"
                     ) from failure
-                self.resume_from = checkpoint.newest_complete(self.config.run_folder / "checkpoints")
+                self.resume_from = checkpoint.newest_complete(self.folder / "checkpoints")
                 self.totals.apply([("headway_run_restarts_total", "", 1.0)])
                 whence = self.resume_from.name if self.resume_from else "the start"
                 self.say(
@@ -184,7 +189,7 @@ class OfflineRun:
         opening_s = 2 * config.cluster.placement_deadline_s + config.generation.start_deadline_s
         await self._call(crew.open(), "the learner to be placed", "start", opening_s)
         port = await self._call(crew.serve_metrics(None), "the metrics endpoint", "start")
-        (config.run_folder / "metrics_port").write_text(str(port), encoding="utf-8")
+        (self.folder / "metrics_port").write_text(str(port), encoding="utf-8")
         self.say(f"metrics at http://localhost:{port}/metrics")
         await self._call(
             crew.start_learner(), "the learner to start", "start", config.learner.step_deadline_s
@@ -197,7 +202,7 @@ class OfflineRun:
                 "checkpoint",
                 CHECKPOINT_DEADLINE_S,
             )
-            keep_steps(self.config.run_folder / "metrics.jsonl", self.version)
+            keep_steps(self.folder / "metrics.jsonl", self.version)
             self.say(f"resumed at version {self.version}")
         saved = self.version if self.resume_from else -1
         offline, every = config.offline, config.run.checkpoint_every
@@ -236,7 +241,7 @@ class OfflineRun:
         return await self.waits.within(awaitable, who="driver", what=what, stage=stage, deadline_s=deadline_s)
 
     async def _checkpoint(self, crew: RayCrew) -> None:
-        draft = checkpoint.begin(self.config.run_folder / "checkpoints", self.version)
+        draft = checkpoint.begin(self.folder / "checkpoints", self.version)
         await self._call(crew.save(draft), "the learner to save", "checkpoint", CHECKPOINT_DEADLINE_S)
         with checkpoint.writing(draft):
             (draft / "state.json").write_text(json.dumps({"version": self.version}), encoding="utf-8")
@@ -246,7 +251,7 @@ class OfflineRun:
 
     async def _finish(self, crew: RayCrew) -> None:
         """A reward model's scale needs the rows held out, so what a checkpoint holds is not it."""
-        target = self.config.run_folder / MODEL
+        target = self.folder / MODEL
         draft = target.with_suffix(".partial")
         for folder in (target, draft):
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -280,7 +285,7 @@ class OfflineRun:
                 parts[label] |= {"accuracy": each.preference.accuracy, "margin": each.preference.margin}
         self.totals.apply(recorder.drain())
         record = {"version": stats.version, "seconds": seconds, "grad_norm": stats.grad_norm, **parts}
-        path = self.config.run_folder / "metrics.jsonl"
+        path = self.folder / "metrics.jsonl"
         with checkpoint.writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         is_last = stats.version == self.config.run.steps

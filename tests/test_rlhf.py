@@ -49,7 +49,7 @@ def reward_run(root: Path, data: Path, tmp_path_factory: pytest.TempPathFactory,
     folder = tmp_path_factory.mktemp("runs")
     command = [
         *("train", "configs/rlhf/reward_model.yaml", "model.path=tiny-adder", f"data.source={data / 'pairs.jsonl'}"),
-        *(f"run.folder={folder}", "run.name=rm", "offline.evaluate_every=15", "metrics.port=0", "learner.threads=1"),
+        *(f"run.folder={os.path.relpath(folder, root)}", "run.name=rm", "offline.evaluate_every=15", "metrics.port=0", "learner.threads=1"),
     ]  # fmt: skip
     first = headway(root, *command, "run.steps=15")
     assert first.returncode == 0, first.stdout + first.stderr
