@@ -63,7 +63,7 @@ typing:
 
 # Prometheus with promtool, for the tests of metrics and rules; bubblewrap, for the sandbox; SLURM, for the batch script.
 tools:
-	command -v promtool >/dev/null && command -v bwrap >/dev/null && command -v slurmctld munged >/dev/null || \
+	(for tool in promtool bwrap slurmctld munged; do command -v $$tool >/dev/null || exit 1; done) || \
 		(apt-get update -qq && \
 		apt-get install -y -qq --no-install-recommends prometheus bubblewrap slurm-wlm munge)
 
