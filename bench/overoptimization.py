@@ -31,9 +31,10 @@ def main() -> None:
         print(f"beta {beta}:\n  steps      score   right   KL to the reference (nats per token)")
         for start in range(0, len(steps), 10):
             part = steps[start : start + 10]
+            kls = [step["kl_reference"] for step in part if step["kl_reference"] is not None]
             print(
                 f"  {start + 1:>3}-{start + len(part):<4}  {mean(part, 'score'):>7.3f} {mean(part, 'right'):>7.3f}   "
-                f"{sum(step['kl_reference'] for step in part) / len(part):.4f}"
+                f"{sum(kls) / len(kls):.4f}"
             )
     if options.plot:
         draw(found, options.plot)
