@@ -80,6 +80,7 @@ def prepare_rows(config: Config, folder: Path) -> tuple[int, int]:
 
         def steps(row: preferences.Stepwise) -> StepIds:
             pieces = [ids(step) for step in row.steps]
+            pieces[-1] = (*pieces[-1], end)  # where the last step of a response ends in a run
             ends = [sum(map(len, pieces[: number + 1])) for number in range(len(pieces))]
             response = tuple(token for piece in pieces for token in piece)
             return StepIds(
@@ -284,7 +285,11 @@ class OfflineRun:
                 recorder.set("headway_preference_margin", each.preference.margin, label=label)
                 parts[label] |= {"accuracy": each.preference.accuracy, "margin": each.preference.margin}
         self.totals.apply(recorder.drain())
-        record = {"version": stats.version, "seconds": seconds, "grad_norm": stats.grad_norm, **parts}
+        finite = {
+            label: {name: value if math.isfinite(value) else None for name, value in part.items()}
+            for label, part in parts.items()
+        }
+        record = {"version": stats.version, "seconds": seconds, "grad_norm": stats.grad_norm, **finite}
         path = self.folder / "metrics.jsonl"
         with checkpoint.writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")

@@ -73,7 +73,9 @@ def unpack(table: pa.Table) -> Group:
     if len(group_ids) != 1:
         raise SchemaError(f"one table must hold one group, this one holds groups {group_ids}")
     prompts, prompt_index = _distinct(table.column("prompt_ids").to_pylist())
-    if len(prompts) > 1 and len(table.column("agent_id").unique()) == 1:
+    # Rows of one sample are turns of an episode, or continuations from within a response: each has a prompt of its own.
+    one_row_each = len(table.column("sample_index").unique()) == table.num_rows
+    if len(prompts) > 1 and one_row_each and len(table.column("agent_id").unique()) == 1:
         raise SchemaError(f"the rows of group {group_ids[0]} differ in their prompt, but are of one agent")
     if any(len(prompt) == 0 for prompt in prompts):
         raise SchemaError(f"group {group_ids[0]} has an empty prompt: nothing predicts its first token")

@@ -45,6 +45,19 @@ def test_form_is_not_paid_for_a_wrong_answer_that_is_required() -> None:
     assert (formless.score, formless.reason, formless.extracted) == (0.0, "tag_missing", "8")
 
 
+def test_rewards_of_steps_keep_their_name() -> None:
+    """The learner knows them by it (`algorithm.process_rewards`)."""
+    item = Item(
+        "weighted",
+        "8",
+        "8",
+        {"parts": {"right": ANSWER, "process": {"verifier": "reward_model", "weight": 1}}},
+    )
+    steps = Verdict(score=0.5, reason="scored", parts=(("step", 0.9), ("step", 0.5)))
+    verdict = combine(item, [correct("8"), steps])
+    assert verdict.parts == (("right", 1.0), ("process", 0.5), ("step", 0.9), ("step", 0.5))
+
+
 def test_a_part_without_weight_is_only_looked_at() -> None:
     parts = {"answer": ANSWER, "form": FORM | {"weight": 0}}
     verdict = verify("weighted", "8", "8", {"parts": parts})

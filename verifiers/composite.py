@@ -15,6 +15,8 @@ KIND = "weighted"
 MAX_DEPTH = 4
 """How deep composites may stand in each other."""
 MAX_WEIGHT = 10**9
+STEP = "step"
+"""Parts that are rewards of the response's steps, in order: they keep this name in every composite."""
 _OWN = frozenset({"parts", "require", "main"})
 
 
@@ -31,7 +33,7 @@ def weighted(prompt: str, gold: Any, response: str, context: Mapping[str, Any]) 
     What else a part holds goes over the row's context for its verifier, and its `gold` over the row's gold. `require`:
     names of parts that must score 1, or the whole is 0, so that form alone is never paid. The reason and the extracted
     answer are those of the part named by `main` (default: the first), or of the first required part that is below 1.
-    Each part's score is in the verdict's parts under its name, and its own parts under "name.part". One unscored part
+    Each part's score is in the verdict's parts under its name, and its own parts under "name.part", those of steps excepted. One unscored part
     leaves the whole unscored, with that part's reason. A part of weight 0 is only looked at.
 
     The limits of a pool hold for the whole; where parts are scored in different places there are `expand` and
@@ -87,7 +89,7 @@ def _combined(item: Item, verdicts: Iterator[Verdict], depth: int) -> Verdict:
         else:
             scores[name] = verdict.score
             kept.append((name, verdict.score))
-        kept.extend((f"{name}.{inner}", score) for inner, score in verdict.parts)
+        kept.extend((inner if inner == STEP else f"{name}.{inner}", score) for inner, score in verdict.parts)
     if unscored is not None:
         failed = found[unscored]
         detail = _of_part(unscored, failed.extracted or failed.reason)
