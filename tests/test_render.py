@@ -65,9 +65,10 @@ def schemas(root: Path) -> dict[str, Draft202012Validator]:
     validators = {}
     for kind, name in (("RayJob", "rayjobs"), ("RayCluster", "rayclusters")):
         file = folder / f"crd_{name}.yaml"
-        assert file.is_file(), (
-            f"{file} is missing: KubeRay's config/crd/bases has it; set KUBERAY_CRDS to its folder"
-        )
+        if not file.is_file():
+            pytest.skip(
+                f"{file} is missing: KubeRay's config/crd/bases has it; set KUBERAY_CRDS to its folder"
+            )
         tree = yaml.load(file.read_bytes(), Loader=yaml.CSafeLoader)
         (version,) = (each for each in tree["spec"]["versions"] if each["name"] == "v1")
         validators[kind] = Draft202012Validator(strict(version["schema"]["openAPIV3Schema"], top=True))
