@@ -36,7 +36,8 @@ class ReferenceActor:
         self._config = config
         # Float32 masters only where there is something to average in.
         frozen = not config.algorithm.reference_refresh_steps
-        self._model = PolicyModel(Path(model_folder), dtype=config.model.dtype, frozen=frozen)
+        folder = Path(config.reference.path or model_folder)
+        self._model = PolicyModel(folder, dtype=config.model.dtype, frozen=frozen)
         self._version = 0
         self._base: dict[str, Tensor] = {}
         """Matrices of the model folder, which adapters are published against, on the CPU."""

@@ -78,6 +78,11 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
     if config.critic.path is not None:
         critic = config.critic.model_copy(update={"path": str(made_model(config.critic.path, say).resolve())})
         config = config.model_copy(update={"critic": critic})
+    if config.reference.path is not None:
+        teacher = made_model(config.reference.path, say)
+        _check_vocabulary(config, "reference.path", teacher, folder)
+        reference = config.reference.model_copy(update={"path": str(teacher)})
+        config = config.model_copy(update={"reference": reference})
     if config.reward_model.path is not None:
         config = _with_reward_model(config, config.reward_model.path, folder)
     tokenizer = tokenizer_of(folder)
@@ -157,8 +162,6 @@ def made_model(name: str, say: Callable[[str], None]) -> Path:
 
 def _with_reward_model(config: Config, path: str, policy: Path) -> Config:
     """The configuration with the reward model's full path. Raises `DataError` when it cannot judge this policy."""
-    from transformers import AutoTokenizer
-
     from headway.learner.reward_model import read_about
 
     folder = Path(path).resolve()
@@ -169,14 +172,21 @@ def _with_reward_model(config: Config, path: str, policy: Path) -> Config:
             f"prompts that it was held out from, more than reward_model.max_filler_share={limit:g}: a policy would learn to "
             "write filler; train it on pairs that have such answers as rejected ones"
         )
+    _check_vocabulary(config, "reward_model.path", folder, policy)
+    own = config.reward_model.model_copy(update={"path": str(folder)})
+    return config.model_copy(update={"reward_model": own})
+
+
+def _check_vocabulary(config: Config, key: str, folder: Path, policy: Path) -> None:
+    """Whether this model reads the policy's tokens. Raises `DataError`."""
+    from transformers import AutoTokenizer
+
     words = [AutoTokenizer.from_pretrained(str(each)).get_vocab() for each in (policy, folder)]
     if words[0] != words[1]:
         raise DataError(
-            f"reward_model.path={path} has another vocabulary than model.path={config.model.path}: it reads the policy's "
-            "tokens; train it from a model of the same family"
+            f"{key}={folder} has another vocabulary than model.path={config.model.path}, whose tokens it is to read; choose "
+            "a model of the same family"
         )
-    own = config.reward_model.model_copy(update={"path": str(folder)})
-    return config.model_copy(update={"reward_model": own})
 
 
 def check_golds(config: Config, prompts: tuple[Prompt, ...]) -> None:

@@ -62,7 +62,13 @@ def job_folder(config: Config, folder: Path) -> None:
                 f"{key}={own} is a file here and not on the cluster; give an absolute path that every node can read, or a "
                 "module that is installed there"
             )
-    for section, key in (("model", "path"), ("judge", "model"), ("reward_model", "path"), ("critic", "path")):
+    for section, key in (
+        ("model", "path"),
+        ("judge", "model"),
+        ("reward_model", "path"),
+        ("reference", "path"),
+        ("critic", "path"),
+    ):
         name = tree[section][key]
         if name is not None and Path(name).is_dir():  # models stay where they are, as the run's folder does
             tree[section][key] = str(Path(name).resolve())

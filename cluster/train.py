@@ -51,7 +51,11 @@ def train_policy(config: Config, console: Console, *, checkpoint: Path | None, r
         checked = preflight(config, prompts, progress.say)
         config = checked.config
         encode_demonstrations(config, checked.model_folder)
-        others = {"judge.model": config.judge.model, "reward_model.path": config.reward_model.path}
+        others = {
+            "judge.model": config.judge.model,
+            "reward_model.path": config.reward_model.path,
+            "reference.path": config.reference.path,
+        }
         inputs = {
             "model.path": fingerprint_of_model(checked.model_folder),
             "data.source": fingerprint_of_prompts(prompts),

@@ -49,6 +49,12 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "remax": Choice(
             "R − R(greedy answer)", "reward", "arXiv 2310.10505", "one or two responses per prompt"
         ),
+        "none": Choice(
+            "0: only the KL in the loss trains",
+            "–",
+            "on-policy distillation, arXiv 2306.13649, 2306.08543",
+            "a teacher (`reference.path`), no reward",
+        ),
         "reinforce": Choice("Σ_{s≥t} γ^{s−t} r_s", "reward", "Williams 1992", "teaching, tests"),
         "reinforce_baseline": Choice(
             "reward-to-go − running mean of rewards", "reward", "Williams 1992", "single responses"

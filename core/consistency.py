@@ -96,6 +96,18 @@ def check_algorithm(config: Config) -> None:
             f"policy; it needs learner.steps_per_batch > 1 (is {config.learner.steps_per_batch}) and "
             "algorithm.old_policy=proximal"
         )
+    if algorithm.advantage == "none" and (algorithm.kl != "loss" or algorithm.dynamic_sampling):
+        raise ValueError(
+            f"algorithm.advantage=none with algorithm.kl={algorithm.kl}, algorithm.dynamic_sampling="
+            f"{str(algorithm.dynamic_sampling).lower()}: only a KL in the loss would train, and all groups have equal "
+            "advantages; set algorithm.kl=loss and algorithm.dynamic_sampling=false, or another advantage"
+        )
+    if config.reference.path is not None and (algorithm.kl == "none" or algorithm.reference_refresh_steps):
+        raise ValueError(
+            f"reference.path={config.reference.path} with algorithm.kl={algorithm.kl}, algorithm.reference_refresh_steps="
+            f"{algorithm.reference_refresh_steps}: a model of its own needs a KL, and cannot take the policy's weights; set "
+            "algorithm.kl=loss or reward and algorithm.reference_refresh_steps=0, or reference.path=null"
+        )
     if algorithm.kl_target is not None and algorithm.kl == "none":
         raise ValueError(
             f"algorithm.kl_target={algorithm.kl_target} adapts the weight of a KL, and algorithm.kl=none has none; "

@@ -207,6 +207,19 @@ PRESETS: dict[str, Preset] = {
         "a hard bound on the step's KL, at the cost of about twelve passes per step (float32 only)",
         {"advantage": "group", "objective": "trpo", **_TIS, "aggregation": "token_mean"},
     ),
+    "distill": Preset(
+        "arXiv 2306.08543, 2306.13649 (reverse KL on the student's own samples)",
+        "a teacher with the same vocabulary (`reference.path`); rewards are only looked at",
+        {
+            "advantage": "none",
+            "objective": "none",
+            **_TIS,
+            "kl": "loss",
+            "kl_estimator": "k2",
+            "kl_coef": 1.0,
+            "aggregation": "token_mean",
+        },
+    ),
     "reinforce": Preset(
         "Williams 1992",
         "the plain score-function gradient with a running mean as baseline",

@@ -156,6 +156,7 @@ class Algorithm(Section):
         "per_agent",
         "joint_group",
         "min_variance",
+        "none",
     ] = "group"
     """Advantage estimator (docs/algorithms.md)."""
     gamma: float = Field(default=1.0, gt=0, le=1)
@@ -371,6 +372,9 @@ class Reference(Resources):
     """CPUs per replica."""
     replicas: int = Field(default=1, ge=1)
     """Actors that hold the frozen reference; started only for `algorithm.kl` other than none."""
+    path: str | None = None
+    """Its model: a folder or name as in `model.path`, with the same vocabulary; a teacher, for `algorithm.preset=distill`.
+    null: `model.path`."""
     microbatch_tokens: int = Field(default=8192, ge=16)
     """Padded tokens in one forward pass."""
 

@@ -360,6 +360,8 @@ def _advantages(
     `scale` brings values that are mean rewards of other responses (remax, vine) to the unit of `rewards_B`; a
     critic's are in it already. `baseline` is in it, too."""
     mask_N, lengths_B, gamma = columns.counted_N, columns.lengths_B, algorithm.gamma
+    if algorithm.advantage == "none":
+        return torch.zeros(mask_N.shape), None
     if algorithm.advantage == "reinforce":
         return estimators.reinforce(rewards_N, mask_N, lengths_B, gamma=gamma), None
     if algorithm.advantage == "reinforce_baseline":

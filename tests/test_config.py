@@ -80,6 +80,23 @@ def write(tmp_path: Path, text: str) -> Path:
             ["algorithm.preset=cispo", "algorithm.old_policy=proximal"],
             "preset=cispo with algorithm.old_policy=proximal has no off-policy correction",
         ),
+        ("{}", ["algorithm.advantage=none"], "only a KL in the loss would train"),
+        (
+            "{}",
+            ["reference.path=teacher"],
+            "a model of its own needs a KL, and cannot take the policy's weights",
+        ),
+        (
+            "{}",
+            ["critic.warmup_steps=3"],
+            "critic.warmup_steps=3 with algorithm.advantage=group, which has no critic",
+        ),
+        ("{}", ["verifiers.min_replicas=2"], "verifiers.min_replicas=2 without verifiers.max_replicas"),
+        (
+            "{}",
+            ["verifiers.http_timeout_s=200"],
+            "verifiers.http_deadline_s=120 is below verifiers.http_timeout_s=200",
+        ),
         ("{}", ["algorithm.mis_token_low=6"], "mis_token_low=6.0 must be below algorithm.mis_token_high=5.0"),
         (
             "{}",

@@ -381,6 +381,17 @@ def test_kl_in_the_loss_leaves_the_rewards_alone() -> None:
     assert (step.kl_coef, step.kl_reference) == (0.1, pytest.approx(0.5))
 
 
+def test_distillation_trains_every_sampled_token_and_pays_for_nothing() -> None:
+    """Rewards are there and make no advantage; the tool's token is not in the loss."""
+    group = make_group([1, 0], [[1, 0, 1], [1]], reference_logprobs=[-2.0, 0.0, -1.5, -1.0])
+    step = step_of(group, preset="distill", kl="loss")
+    assert step.advantages_N.tolist() == [0] * 4 and step.no_signal_groups == 1
+    assert step.trained_N.tolist() == step.in_loss_N.tolist() == [True, False, True, True]
+    assert step.kl_coef == 1.0
+    near(step.token_weights_N, [1 / 3] * 4)
+    assert step.kl_reference == pytest.approx((1.0 + 0.5 + 0.0) / 3)
+
+
 def test_k2_in_the_reward() -> None:
     step = step_of(KL_GROUP, advantage="reinforce", kl="reward", kl_estimator="k2", kl_coef=1.0)
     near(step.advantages_N, [1 - 0.125 - 0.5, 0.5, 0, 1])
@@ -448,7 +459,7 @@ def test_joint_group_needs_episodes() -> None:
         step_of(make_group([1, 0], sample_index=None), advantage="joint_group")
 
 
-@pytest.mark.parametrize("advantage", ADVANTAGES)
+@pytest.mark.parametrize("advantage", [name for name in ADVANTAGES if name != "none"])
 def test_a_nan_reward_is_trained_so_that_it_is_found_and_spoils_no_later_step(advantage: str) -> None:
     state = RewardState(kl_coef=0.0)
     group = make_group([math.nan, 0, 1], values=[0] * 3, step_ends=[[1]] * 3)
