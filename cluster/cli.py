@@ -71,9 +71,10 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
 
     checkpoint = prepare_folder(config, resume=resume, overwrite=overwrite)
     # Heavy modules only now, when what can be known without them is known.
-    from headway.cluster.train import train_offline, train_policy
+    from headway.cluster.train import train_loop, train_offline, train_policy
 
-    train = train_policy if config.stage == "rl" else train_offline
+    offline = train_offline if config.offline.loop == "none" else train_loop
+    train = train_policy if config.stage == "rl" else offline
     stopped_at = train(config, console, checkpoint=checkpoint, resume=resume)
     if stopped_at is not None:
         console.print(f"stopped at version {stopped_at}; go on with --resume", highlight=False)

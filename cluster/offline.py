@@ -125,6 +125,8 @@ class OfflineRun:
     model_folder: str
     console: Console
     resume_from: Path | None = None
+    cluster_name: str | None = None
+    """What the run is called on the cluster, where this name is the only one; None: as it is called."""
     stopping: bool = False
     version: int = 0
     started: float = field(default_factory=time.monotonic)
@@ -156,9 +158,10 @@ class OfflineRun:
     async def execute(self) -> None:
         """Trains. Goes on from the newest checkpoint when a rank died, `run.max_restarts` times. Raises `HeadwayError`."""
         self.totals = Exporter()
+        run = self.config.run.model_copy(update={"name": self.cluster_name or self.config.run.name})
         for restart in range(self.config.run.max_restarts + 1):
             crew = RayCrew(
-                self.config,
+                self.config.model_copy(update={"run": run}),
                 self.folder,
                 self.model_folder,
                 {**ROLES, "learner": OfflineActor},
@@ -203,8 +206,8 @@ class OfflineRun:
                 "checkpoint",
                 CHECKPOINT_DEADLINE_S,
             )
-            keep_steps(self.folder / "metrics.jsonl", self.version)
             self.say(f"resumed at version {self.version}")
+        keep_steps(self.folder / "metrics.jsonl", self.version)
         saved = self.version if self.resume_from else -1
         offline, every = config.offline, config.run.checkpoint_every
         while self.version < config.run.steps and not self.stopping:

@@ -19,6 +19,7 @@ MAY_CHANGE = (
     "run.max_restarts",
     "run.save_rollouts",
     "run.folder",
+    "offline.rounds",
     "lag.straggler_deadline_s",
     *(
         f"{role}.{key}"

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from headway.actors.offline import HELD_OUT, TRAIN
+from headway.cluster import loops
 from headway.cluster.offline import OfflineRun, prepare_rows
 from headway.cluster.placement import check_resources, connect, disconnect
 from headway.cluster.preflight import (
@@ -98,6 +99,27 @@ def train_offline(config: Config, console: Console, *, checkpoint: Path | None, 
     _settle(config, inputs, resume=resume, say=run.say)
     run.header(train, held_out)
     connect(config)
+    try:
+        check_resources(config)
+        return _executed(run)
+    finally:
+        disconnect()
+
+
+def train_loop(config: Config, console: Console, *, checkpoint: Path | None, resume: bool) -> int | None:
+    """A run of stage `preference` that makes its pairs itself. Returns as `train_policy`."""
+    prompts = loops.prompts_of(config)
+    folder = made_model(config.model.path, lambda text: console.print(text, highlight=False))
+    run = loops.LoopRun(
+        config=config, console=console, model_folder=folder, prompts=PromptStream(prompts, config.run.seed)
+    )
+    inputs = {
+        "model.path": fingerprint_of_model(folder),
+        "data.source": fingerprint_of_prompts(prompts),
+    }
+    _settle(config, inputs, resume=resume, say=run.say)
+    run.header()
+    connect(config.model_copy(update={"stage": "rl"}))  # room for the engine, which comes before the learner
     try:
         check_resources(config)
         return _executed(run)

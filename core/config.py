@@ -99,7 +99,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         this: Any = self
-        check_algorithm(this)
+        if self.stage == "rl":
+            check_algorithm(this)
         check_lag(this)
         check_scaling("generation", self.generation)
         check_scaling("verifiers", self.verifiers)
@@ -107,6 +108,16 @@ class Config(Section):
             raise ValueError(
                 f"critic.warmup_steps={self.critic.warmup_steps} with algorithm.advantage={self.algorithm.advantage}, which "
                 "has no critic to wait for; set algorithm.advantage=gae or critic.warmup_steps=0"
+            )
+        offline = self.offline
+        if offline.loop != "none" and (self.stage != "preference" or offline.objective == "kto"):
+            raise ValueError(
+                f"offline.loop={offline.loop} with stage={self.stage} and offline.objective={offline.objective}: a loop makes "
+                "pairs to learn from; set stage=preference and another objective than kto, or offline.loop=none"
+            )
+        if offline.loop == "self_rewarding" and self.sampling.group_size < 2:
+            raise ValueError(
+                "offline.loop=self_rewarding with sampling.group_size=1: a best and a worst response need at least 2"
             )
         verifiers = self.verifiers
         if verifiers.http_deadline_s < verifiers.http_timeout_s:

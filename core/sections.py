@@ -566,6 +566,14 @@ class Cluster(Section):
 class Offline(Section):
     objective: Literal["dpo", "ipo", "kto", "orpo", "simpo", "beta_dpo"] = "dpo"
     """Of `stage: preference` (docs/rlhf.md)."""
+    loop: Literal["none", "spin", "self_rewarding"] = "none"
+    """The model makes its pairs itself, in rounds of `run.steps` steps, each from the model of the round before. spin:
+    `data.source` holds demonstrations, which are preferred to the model's own answers. self_rewarding: it holds prompts, and
+    the model judges its own answers. none: it holds pairs."""
+    rounds: int = Field(default=3, ge=1)
+    """Of a loop."""
+    loop_prompts: int = Field(default=256, ge=1)
+    """Prompts that a round samples `sampling.group_size` responses to each; the next round takes the next ones."""
     reward: Literal["outcome", "process"] = "outcome"
     """What `stage: reward_model` learns: one score for a response, from pairs; or whether each step is right, from labelled
     steps."""

@@ -312,7 +312,7 @@ class OfflineTrainer:
         """The rows with the log-probabilities of their answers under the initial weights; for an objective without a
         reference as they are. To resume, call this before `load`, or keep the rows. Raises `ValueError` after the first
         step."""
-        if self.settings.objective not in WITH_REFERENCE:
+        if self.settings.objective not in WITH_REFERENCE or not rows:
             return list(rows)
         if self.version:
             raise ValueError(f"the weights have made {self.version} steps: they are no reference any more")

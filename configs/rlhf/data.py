@@ -27,8 +27,10 @@ def main(folder: Path) -> None:
     rng.shuffle(sums)
     first, second = round(DEMONSTRATED * len(sums)), round((DEMONSTRATED + PAIRED) * len(sums))
     folder.mkdir(parents=True, exist_ok=True)
+    demonstrations = [row for each in sums[:first] for row in _demonstrations(each, rng)]
+    _write(folder / "demonstrations.jsonl", demonstrations)
     _write(
-        folder / "demonstrations.jsonl", (row for each in sums[:first] for row in _demonstrations(each, rng))
+        folder / "careful.jsonl", (row for row in demonstrations if row["completion"].startswith("carefully"))
     )
     _write(folder / "pairs.jsonl", (_pair(each, rng) for each in sums[first:second]))
     _write(
