@@ -121,7 +121,7 @@ def connect(config: Config) -> None:
         run,
         include_dashboard=False,
         num_cpus=max(os.cpu_count() or 1, cpus + 1),
-        _system_config=FAILURE_DETECTION,
+        _system_config=dict(FAILURE_DETECTION),  # Ray writes into it
     )
 
 
