@@ -74,7 +74,7 @@ class Run:
                     "(run.max_restarts); see the logs in its folder, go on with --resume"
                 )
             totals.apply([("headway_run_restarts_total", "", 1.0)])
-            checkpoints = self.config.run_folder / "checkpoints"
+            checkpoints = self.config.run_folder.resolve() / "checkpoints"
             newest = checkpoint.newest_complete(checkpoints)
             if newest is None and checkpoint.was_complete(checkpoints):
                 faults = "; ".join(checkpoint.passed_over(checkpoints))

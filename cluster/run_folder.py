@@ -53,7 +53,7 @@ def prepare_folder(config: Config, *, resume: bool, overwrite: bool) -> Path | N
             raise ConfigError(f"--resume: {folder} holds no run; start without --resume")
         # A run that ended before its first checkpoint goes on from its start.
         check_same_run(config, newest or folder)
-        return newest
+        return newest and newest.resolve()  # actors work in another directory
     if folder.exists() and any(folder.iterdir()):
         if not overwrite:
             raise ConfigError(

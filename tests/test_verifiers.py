@@ -562,7 +562,7 @@ def test_light_verifiers_import_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
     assert set(VERIFIERS) == {
         "exact", "numeric", "math", "reasoning_gym", "choice", "tags", "regex", "json_schema", "length", "repetition",
-        "code", "weighted",
+        "code", "weighted", "http", "judge", "reward_model",
     }  # fmt: skip
 
 
