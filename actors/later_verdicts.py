@@ -31,7 +31,7 @@ def leaves(table: pa.Table, prompt: Prompt, kind: str) -> list[Leaf]:
         zip(table["text"].to_pylist(), table["extra"].to_pylist(), strict=True)
     ):
         if (known := pending(extra)) is not None:
-            parts = expand(_item(prompt, text, extra))
+            parts = expand(item_of(prompt, text, extra))
             for number, (part, verdict) in enumerate(zip(parts, known, strict=True)):
                 if verdict is None and part.name == kind:
                     found.append(Leaf(row, number, part))
@@ -55,7 +55,7 @@ def settle(
             row["extra"] = with_pending(row["extra"], found)
             continue
         extra = with_pending(row["extra"], None)
-        verdict = combine(_item(prompt, row["text"], extra), [each for each in found if each is not None])
+        verdict = combine(item_of(prompt, row["text"], extra), [each for each in found if each is not None])
         settled.append(verdict)
         row |= {"reward": verdict.score, "verdict_reason": verdict.reason, "extra": extra}
         parts = [{"name": name, "value": value} for name, value in verdict.parts]
@@ -66,14 +66,15 @@ def settle(
     return table, settled
 
 
-def leave(table: pa.Table, number_of_leaves: Mapping[int, list[Verdict]]) -> pa.Table:
+def leave(table: pa.Table, known_of_row: Mapping[int, list[Verdict]]) -> pa.Table:
     """The table with what is known so far on rows that later stages complete, by row."""
     extras = table["extra"].to_pylist()
-    for row, known in number_of_leaves.items():
+    for row, known in known_of_row.items():
         left = [None if verdict.reason == PENDING else verdict for verdict in known]
         extras[row] = with_pending(extras[row], left)
     return replace_column(table, "extra", extras)
 
 
-def _item(prompt: Prompt, text: str, extra: str | None) -> Item:
+def item_of(prompt: Prompt, text: str, extra: str | None) -> Item:
+    """What of a row is to be scored."""
     return Item(prompt.verifier, prompt.gold, judged_text(text, extra), prompt.context, prompt.text)

@@ -12,11 +12,11 @@ import pyarrow as pa
 
 from headway.actors.extra_rollouts import fold
 from headway.actors.http_scorer import HttpScorer
-from headway.actors.later_verdicts import leave
+from headway.actors.later_verdicts import item_of, leave
 from headway.core.errors import HeadwayError
 from headway.core.metrics import VERIFIER_ERRORS, Recorder, Update
 from headway.core.prompts import Prompt
-from headway.core.rollouts import judged_text, replace_column
+from headway.core.rollouts import replace_column
 from headway.core.sections import Verifiers
 from headway.verifiers.composite import combine, expand
 from headway.verifiers.golds import check_golds
@@ -62,13 +62,7 @@ class VerifierWorker:
         what is known so far in `extra` (`with_pending`); extra rows stay."""
         rows = table.select(["text", "reward", "reward_parts", "verdict_reason", "extra"]).to_pylist()
         answers = {
-            number: Item(
-                prompt.verifier,
-                prompt.gold,
-                judged_text(row["text"], row["extra"]),
-                prompt.context,
-                prompt.text,
-            )
+            number: item_of(prompt, row["text"], row["extra"])
             for number, row in enumerate(rows)
             if row["verdict_reason"] is None
         }

@@ -93,7 +93,7 @@ class Facts:
         """Verifiers that score the prompts."""
         from headway.cluster.preflight import kinds_of
 
-        return self._found("verifiers", lambda: frozenset[str]().union(*map(kinds_of, self.prompts)))
+        return self._found("verifiers", lambda: kinds_of(*self.prompts))
 
     @cached_property
     def longest(self) -> int:

@@ -27,7 +27,7 @@ from headway.actors.generation_rows import GroupRequest, all_of
 from headway.actors.judge import JudgeActor
 from headway.actors.later_verdicts import leave
 from headway.cluster.offline import CALL_DEADLINE_S, MODEL, OfflineRun, prepare_rows
-from headway.cluster.preflight import ROUND_TOKENS_TO
+from headway.cluster.preflight import model_len, tokenizer_of
 from headway.cluster.ray_crew import ROLES, RayCrew
 from headway.cluster.watch import Waits
 from headway.core.config import Config, dump_config
@@ -159,15 +159,11 @@ class Sampler(GenerationActor):
 
 def sampler_config(config: Config, model: Path, prompts: Sequence[Prompt]) -> Config:
     """For the engines of a round, which have the resources of `generation`. Raises `DataError`."""
-    from transformers import AutoTokenizer
-
     generation = config.generation
     if generation.max_model_len is None:
-        tokenizer = AutoTokenizer.from_pretrained(str(model))
+        tokenizer = tokenizer_of(model)
         longest = max(len(encode(tokenizer, p, chat_template=config.model.chat_template)) for p in prompts)
-        needed = longest + config.sampling.max_new_tokens
-        room = -(-needed // ROUND_TOKENS_TO) * ROUND_TOKENS_TO
-        generation = generation.model_copy(update={"max_model_len": room})
+        generation = generation.model_copy(update={"max_model_len": model_len(config, longest)})
     judge = config.judge.model_copy(update={"model": None})
     if config.offline.loop == "self_rewarding":
         # Two engines with the same model share what one would have.

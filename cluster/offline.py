@@ -19,12 +19,13 @@ from rich.console import Console
 from headway.actors.chat import encode, eos_token_ids
 from headway.actors.offline import HELD_OUT, TRAIN, OfflineActor, objective_of
 from headway.cluster.exporter import Exporter
+from headway.cluster.preflight import check_template, tokenizer_of
 from headway.cluster.ray_crew import ROLES, RayCrew
-from headway.cluster.session import keep_steps
+from headway.cluster.record import keep_steps
 from headway.cluster.watch import Waits
 from headway.core import preferences
 from headway.core.config import Config, dump_config
-from headway.core.errors import ActorDied, DataError, HeadwayError, Lost, Starved
+from headway.core.errors import ActorDied, HeadwayError, Lost, Starved
 from headway.core.metrics import Recorder
 from headway.core.prompts import Prompt
 from headway.learner import checkpoint
@@ -42,12 +43,9 @@ T = TypeVar("T")
 
 def prepare_rows(config: Config, folder: Path) -> tuple[int, int]:
     """Writes the rows of `data.source` into the run folder as token ids, those held out apart; returns how many there are of
-    each. `folder`: the model's. Raises `DataError`."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder))
-    if config.model.chat_template and not tokenizer.chat_template:
-        raise DataError(f"model {folder} has no chat template; set model.chat_template=false for plain text")
+    each. `folder`: the model's. Raises `DataError`, and `ConfigError` for a model without the chat template that it needs."""
+    tokenizer = tokenizer_of(folder)
+    check_template(config, folder, tokenizer)
     (end, *_) = eos_token_ids(folder, tokenizer)
 
     def prompt_ids(content: Any) -> tuple[int, ...]:

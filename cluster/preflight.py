@@ -67,7 +67,7 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
     for warning in warnings(config):
         say(f"warning: {warning}")
     check_golds(config, prompts)
-    kinds = frozenset[str]().union(*(kinds_of(prompt) for prompt in prompts))
+    kinds = kinds_of(*prompts)
     check_remote(config, kinds, say)
     if "code" in kinds and (gap := sandbox.unprotected()):
         say(f"warning: {gap}")
@@ -121,14 +121,15 @@ def model_len(config: Config, longest: int) -> int:
     return limit
 
 
-def kinds_of(prompt: Prompt) -> frozenset[str]:
-    """Names of the verifiers that score it."""
-    return registry.needed(prompt.verifier, prompt.gold, "", prompt.context)
+def kinds_of(*prompts: Prompt) -> frozenset[str]:
+    """Names of the verifiers that score them."""
+    needed = (registry.needed(each.verifier, each.gold, "", each.context) for each in prompts)
+    return frozenset[str]().union(*needed)
 
 
 def versions_of(prompts: tuple[Prompt, ...]) -> str:
     """Names and versions of the verifiers that score these prompts: a resumed run must have the same."""
-    kinds = frozenset[str]().union(*(kinds_of(prompt) for prompt in prompts))
+    kinds = kinds_of(*prompts)
     return ", ".join(f"{kind} {registry.lookup(kind).version}" for kind in sorted(kinds))
 
 
@@ -179,10 +180,7 @@ def _with_reward_model(config: Config, path: str, policy: Path) -> Config:
 
 def _check_vocabulary(config: Config, key: str, folder: Path, policy: Path) -> None:
     """Whether this model reads the policy's tokens. Raises `DataError`."""
-    from transformers import AutoTokenizer
-
-    words = [AutoTokenizer.from_pretrained(str(each)).get_vocab() for each in (policy, folder)]
-    if words[0] != words[1]:
+    if tokenizer_of(policy).get_vocab() != tokenizer_of(folder).get_vocab():
         raise DataError(
             f"{key}={folder} has another vocabulary than model.path={config.model.path}, whose tokens it is to read; choose "
             "a model of the same family"
@@ -263,12 +261,10 @@ def _check_environment(config: Config, tokenizer: Any) -> None:
 def encode_demonstrations(config: Config, folder: Path) -> None:
     """Writes `data.demonstrations`, if there are any, as token ids into the run folder, for the learner. `folder`: the
     model's. Raises `DataError`."""
-    from transformers import AutoTokenizer
-
     source = config.data.demonstrations
     if source is None:
         return
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokenizer = tokenizer_of(folder)
     (end, *_) = eos_token_ids(folder, tokenizer)
     demonstrations = []
     for prompt in prompts_of(config, source, config.run.seed):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.cluster.state import Group
@@ -96,3 +98,14 @@ def observe_critic(recorder: Recorder, step: CriticStats) -> dict[str, Any]:
         if value is not None:
             recorder.set(f"headway_{name}", value)
     return {**values, "critic_grad_norm": step.grad_norm}
+
+
+def keep_steps(file: Path, version: int) -> None:
+    """Leaves out the steps after this version, which are taken again."""
+    if not file.exists():
+        return
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["version"] <= version]
+    draft = file.with_suffix(".partial")
+    draft.write_text("".join(kept), encoding="utf-8")
+    draft.replace(file)

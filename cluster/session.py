@@ -31,7 +31,7 @@ from headway.cluster.exporter import Exporter
 from headway.cluster.groups import Groups
 from headway.cluster.progress import Progress
 from headway.cluster.queue import Receipt
-from headway.cluster.record import observe_critic, observe_step
+from headway.cluster.record import keep_steps, observe_critic, observe_step
 from headway.cluster.scorers import Scorers
 from headway.cluster.state import Group
 from headway.cluster.status import RECENT_STEPS, snapshot
@@ -555,17 +555,6 @@ def _autoscaler(config: Config) -> Autoscaler | None:
     if generation.max_replicas is None:
         return None
     return Autoscaler(generation.min_replicas or generation.replicas, generation.max_replicas)
-
-
-def keep_steps(file: Path, version: int) -> None:
-    """Leaves out the steps after this version, which are taken again."""
-    if not file.exists():
-        return
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["version"] <= version]
-    draft = file.with_suffix(".partial")
-    draft.write_text("".join(kept), encoding="utf-8")
-    draft.replace(file)
 
 
 def _write_text(path: Path, text: str) -> None:
