@@ -1,7 +1,7 @@
 """The reference policy as an actor: fills `reference_logprobs` of rollout tables from weights that no gradient
-changes. One method at a time.
+changes. Tables of many callers are scored together.
 
-_N: response tokens of a table, flattened.
+_N: response tokens of some groups, flattened.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from headway.actors.together import Together, num_tokens
 from headway.core.config import Config
 from headway.core.errors import DataError, WeightUpdateFailed
 from headway.core.rollouts import replace_column
 from headway.core.weights import Manifest, TensorEntry, digest
-from headway.learner.batching import pack, unpack
+from headway.learner.batching import pack, rows_of, unpack
 from headway.learner.checkpoint import writing
 from headway.learner.lora import LORA_A, LORA_B, merged
 from headway.learner.model import DTYPES, PolicyModel
@@ -39,6 +40,7 @@ class ReferenceActor:
         folder = Path(config.reference.path or model_folder)
         self._model = PolicyModel(folder, dtype=config.model.dtype, frozen=frozen)
         self._version = 0
+        self._scored = Together(self._score, num_tokens, config.reference.microbatch_tokens)
         self._base: dict[str, Tensor] = {}
         """Matrices of the model folder, which adapters are published against, on the CPU."""
         if config.algorithm.reference_refresh_steps and config.learner.lora_rank:
@@ -55,18 +57,22 @@ class ReferenceActor:
         A value that is not finite stays in the table, where the learner refuses it. Raises `SchemaError` when the
         table is not one group.
         """
-        group = unpack(table)
-        logprobs_N = np.zeros(len(group.response_ids), dtype=np.float32)
+        return self._scored(table)
+
+    def _score(self, tables: Sequence[pa.Table]) -> list[pa.Table]:
+        groups = [unpack(table) for table in tables]
+        mask_N = np.concatenate([group.loss_mask for group in groups])
+        logprobs_N = np.zeros(len(mask_N), dtype=np.float32)
         temperature = self._config.sampling.temperature
-        microbatch_tokens = self._config.reference.microbatch_tokens
         with torch.no_grad():
-            for batch in pack([group], group.loss_mask, microbatch_tokens=microbatch_tokens):
+            for batch in pack(groups, mask_N, microbatch_tokens=self._config.reference.microbatch_tokens):
                 logprobs_M = self._model.logprobs(batch, temperature=temperature).logprobs
                 logprobs_N[batch.token_index.numpy()] = logprobs_M.cpu().numpy()
-        rows = np.split(logprobs_N, np.cumsum(group.lengths)[:-1])
-        return replace_column(table, "reference_logprobs", rows)
+        return [
+            replace_column(table, "reference_logprobs", rows)
+            for table, rows in zip(tables, rows_of(groups, logprobs_N), strict=True)
+        ]
 
-    @torch.no_grad()
     def update_weights(self, manifest: Manifest, *buckets: np.ndarray) -> None:
         """Takes over a published version of the policy, keeping `algorithm.reference_decay` of its own float32
         weights: own = decay * own + (1 - decay) * published. A version that it has already is left alone, so that a
@@ -75,6 +81,11 @@ class ReferenceActor:
         Raises `WeightUpdateFailed`, with the weights as they were, when bytes arrived wrong, a tensor is missing or
         does not fit, or the version is older than its own.
         """
+        with self._scored.turn:
+            self._update(manifest, buckets)
+
+    @torch.no_grad()
+    def _update(self, manifest: Manifest, buckets: Sequence[np.ndarray]) -> None:
         if manifest.version == self._version:
             return
         if manifest.version < self._version:
@@ -118,7 +129,7 @@ class ReferenceActor:
         if self._version == 0:
             return
         masters = {name: master.detach() for name, master in self._model.masters.items()}
-        with writing(Path(folder)):
+        with self._scored.turn, writing(Path(folder)):
             torch.save({"version": self._version, "masters": masters}, Path(folder) / FILE)
 
     @torch.no_grad()
@@ -133,10 +144,11 @@ class ReferenceActor:
         shapes = {name: master.shape for name, master in masters.items()}
         if shapes != {name: master.shape for name, master in state["masters"].items()}:
             raise DataError(f"{file} holds another model than {self._model.folder} (model.path)")
-        for name, master in masters.items():
-            master.copy_(state["masters"][name])
-        self._model.refresh()
-        self._version = state["version"]
+        with self._scored.turn:
+            for name, master in masters.items():
+                master.copy_(state["masters"][name])
+            self._model.refresh()
+            self._version = state["version"]
         return self._version
 
 

@@ -1,9 +1,12 @@
-"""The reward model as an actor: completes the verdicts that the verifier stage has left to it. One method at a time."""
+"""The reward model as an actor: completes the verdicts that the verifier stage has left to it. Tables of many
+callers are scored together."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +15,12 @@ import torch
 
 from headway.actors.extra_rollouts import fold
 from headway.actors.later_verdicts import leaves, settle
+from headway.actors.together import Together, num_tokens
 from headway.core.config import Config
 from headway.core.errors import DataError
 from headway.core.metrics import Recorder, Update
 from headway.core.prompts import Prompt
-from headway.learner.batching import Group, unpack
+from headway.learner.batching import unpack
 from headway.learner.reward_model import RewardModel, read_about
 from headway.verifiers.pending import REWARD_MODEL
 from headway.verifiers.verdict import Verdict
@@ -40,6 +44,7 @@ class RewardModelActor:
                 f"reward_model.path={folder} has no calibration: its scores have no scale; finish its training"
             )
         self._microbatch_tokens = settings.microbatch_tokens
+        self._judged = Together(self._verdicts, num_tokens, settings.microbatch_tokens)
         self._recorder = Recorder()
 
     def score(self, table: pa.Table, prompt: Prompt) -> pa.Table:
@@ -52,7 +57,7 @@ class RewardModelActor:
         """
         own = leaves(table, prompt, REWARD_MODEL)
         if own:
-            by_row = self._verdicts(unpack(table), table)
+            by_row = self._judged(table)
             found = {(leaf.row, leaf.number): by_row[leaf.row] for leaf in own}
             table, settled = settle(table, prompt, found)
             for verdict in settled:
@@ -60,19 +65,22 @@ class RewardModelActor:
                     self._recorder.inc("headway_verifier_errors_total", label=verdict.reason)
         return fold(table)
 
-    def _verdicts(self, group: Group, table: pa.Table) -> list[Verdict]:
-        """One for each response, in order."""
+    def _verdicts(self, tables: Sequence[pa.Table]) -> list[list[Verdict]]:
+        """One for each response of each table."""
+        groups = [unpack(table) for table in tables]
         if self._kind == "process":
-            lengths = group.lengths.tolist()
             ends_R = [
-                np.array(ends or [length])
-                for ends, length in zip(table["step_ends"].to_pylist(), lengths, strict=True)
+                ends if len(ends) else np.array([length])
+                for group in groups
+                for ends, length in zip(group.step_ends, group.lengths, strict=True)
             ]
-            logits_R = self._model.step_scores([group], ends_R, microbatch_tokens=self._microbatch_tokens)
-            return [_of_steps(1 / (1 + np.exp(-logits.astype(np.float64)))) for logits in logits_R]
-        assert self._model.calibration is not None
-        raw = self._model.scores([group], microbatch_tokens=self._microbatch_tokens)
-        return [_verdict(score) for score in self._model.calibration.apply(raw).tolist()]
+            logits_R = self._model.step_scores(groups, ends_R, microbatch_tokens=self._microbatch_tokens)
+            found = iter([_of_steps(1 / (1 + np.exp(-logits.astype(np.float64)))) for logits in logits_R])
+        else:
+            assert self._model.calibration is not None
+            raw_R = self._model.scores(groups, microbatch_tokens=self._microbatch_tokens)
+            found = iter([_verdict(score) for score in self._model.calibration.apply(raw_R).tolist()])
+        return [list(islice(found, table.num_rows)) for table in tables]
 
     def drain_updates(self) -> list[Update]:
         """Metric updates since the last call."""

@@ -91,6 +91,8 @@ QUESTION_S = 30.0
 NAME_DEADLINE_S = 10.0
 """For the name of a run whose driver was killed to be free again."""
 MANY_CALLS = 10_000
+SCORED_TOGETHER = 32
+"""Groups at most in one pass of a scorer."""
 ACTOR_OF_OBJECT = slice(16, 48)
 """Hexadecimal digits of an object's id that name the actor which made it."""
 
@@ -285,7 +287,7 @@ class RayCrew:
             case "learner":
                 args = (config, self._model_folder, str(self._folder))
             case "reference" | "critic":
-                args = (config, self._model_folder)
+                concurrency, args = SCORED_TOGETHER, (config, self._model_folder)
             case "generation":
                 concurrency, args = MANY_CALLS, (config, self._model_folder, replica)
             case "judge":
@@ -294,7 +296,7 @@ class RayCrew:
                 concurrency = config.verifiers.processes + 4
                 args = (config.verifiers, bool(self._scorers.keys() & JUDGING - {"verifiers"}))
             case "reward_model":
-                args = (config,)
+                concurrency, args = SCORED_TOGETHER, (config,)
             case "queue":
                 concurrency, args = MANY_CALLS, (store_table, ray.get)
             case "metrics":

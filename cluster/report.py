@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.cluster.page import write_page
-from headway.cluster.report_plots import Record, mean, plots, ratio, steps_per_point, values
+from headway.cluster.report_plots import (
+    OFFLINE,
+    Record,
+    mean,
+    offline_plots,
+    plots,
+    ratio,
+    steps_per_point,
+    values,
+)
 from headway.cluster.stored import (
     Batch,
     Rollout,
@@ -37,26 +46,33 @@ def write_report(run_folder: Path) -> Path:
     folder holds no optimizer step."""
     steps, duration_s, unreadable = read_metrics(run_folder / "metrics.jsonl")
     config = read_config(run_folder)
+    path = run_folder / "report.html"
+    page: dict[str, Any] = {
+        "folder": run_folder.resolve().name,
+        "config": config,
+        "config_text": json.dumps(config, indent=2, ensure_ascii=False),
+        "duration": timedelta(seconds=round(duration_s)),
+        "steps": steps,
+        "unreadable": unreadable,
+        "steps_per_point": steps_per_point(steps),
+    }
+    if (stage := config.get("stage") or "rl") != "rl":
+        ends = _offline_headlines(steps)
+        write_page("offline.html.j2", path, stage=stage, ends=ends, plots=offline_plots(steps), **page)
+        return path
     # Dynamic sampling trains neither solved nor hopeless prompts: what it trains says little about all of them.
     selects = (config.get("algorithm") or {}).get("dynamic_sampling")
     reward = "sampled_reward_mean" if selects else "reward_mean"
-    path = run_folder / "report.html"
     write_page(
         "report.html.j2",
         path,
-        folder=run_folder.resolve().name,
-        config=config,
-        config_text=json.dumps(config, indent=2, ensure_ascii=False),
-        duration=timedelta(seconds=round(duration_s)),
-        steps=steps,
-        unreadable=unreadable,
         headlines=_headlines(steps, reward),
-        steps_per_point=steps_per_point(steps),
         plots=plots(steps, reward),
         corrections=_corrections(steps),
         by_lag=_by_lag(steps),
         audit=steps[-1].get("audit") or {},
         samples=_samples(run_folder, config, {record["version"] for record in steps}),
+        **page,
     )
     return path
 
@@ -110,6 +126,17 @@ def _headlines(steps: list[Record], reward: str) -> dict[str, float]:
         "waiting": ratio(waited, total),
         "overhead": 1 - ratio(waited + computed, total),
     }
+
+
+def _offline_headlines(steps: list[Record]) -> list[tuple[str, str, float, float]]:
+    """(title, of which rows, first value, last value) of what was measured, on rows held out where there are any."""
+    found = []
+    for title, key in OFFLINE.items():
+        for part, rows in (("held_out", "held-out rows"), ("train", "trained rows")):
+            if measured := values(steps, part, key):
+                found.append((title, rows, measured[0], measured[-1]))
+                break
+    return found
 
 
 def _corrections(steps: list[Record]) -> list[tuple[str, float, float, float]]:

@@ -25,6 +25,8 @@ COLORS = {name: f"#00000{digit}" for digit, name in enumerate(NAMES, start=1)}
 PALETTE = [(color, opacity) for opacity in (1.0, 0.55, 0.25) for color in ("a", "b", "c", "d")]
 """For as many layers as there are."""
 
+OFFLINE = {"Loss": "loss", "Accuracy, share of pairs": "accuracy", "Margin, mean": "margin"}
+"""Plots of an offline stage, with their key in a record's parts `train` and `held_out`."""
 PARTS = "Parts of the reward, mean"
 Record = dict[str, Any]
 
@@ -53,11 +55,36 @@ def steps_per_point(steps: Sequence[Record]) -> int:
     return math.ceil(len(steps) / MAX_POINTS)
 
 
-def plots(steps: list[Record], reward: str) -> list[Plot]:
-    """Every plot of a run, over its optimizer steps. `reward`: the record's key that speaks for all prompts."""
+def offline_plots(steps: list[Record]) -> list[Plot]:
+    """Those of a stage that learns from rows that are there already."""
+    points, edges = _points(steps)
+
+    def line(label: str, color: str, *keys: str, dots: bool = False) -> Layer:
+        return Layer(label, color, np.array([mean(values(point, *keys)) for point in points]), dots=dots)
+
+    drawn = {
+        title: [
+            line("trained rows", "a", "train", key),
+            line("held-out rows", "b", "held_out", key, dots=True),
+        ]
+        for title, key in OFFLINE.items()
+        if values(steps, "train", key) or values(steps, "held_out", key)
+    }
+    drawn["Gradient norm before clipping"] = [line("", "a", "grad_norm")]
+    drawn["Step time, seconds"] = [line("", "a", "seconds")]
+    return [Plot(title, layers, _svg(edges, layers)) for title, layers in drawn.items()]
+
+
+def _points(steps: list[Record]) -> tuple[list[list[Record]], np.ndarray]:
+    """The steps of each point, and [points + 1] where the points' steps meet."""
     width = steps_per_point(steps)
     points = [steps[start : start + width] for start in range(0, len(steps), width)]
-    edges = np.array([*(point[0]["version"] for point in points), steps[-1]["version"] + 1]) - 0.5
+    return points, np.array([*(point[0]["version"] for point in points), steps[-1]["version"] + 1]) - 0.5
+
+
+def plots(steps: list[Record], reward: str) -> list[Plot]:
+    """Every plot of a run, over its optimizer steps. `reward`: the record's key that speaks for all prompts."""
+    points, edges = _points(steps)
 
     def line(label: str, color: str, *keys: str, opacity: float = 1.0, dots: bool = False) -> Layer:
         means = np.array([mean(values(point, *keys)) for point in points])

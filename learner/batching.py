@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import pyarrow as pa
@@ -225,6 +226,13 @@ def deal(
         batches = pack(groups, trained_N, microbatch_tokens=fair)
     share: list[MicroBatch | None] = [*batches[rank::size]]
     return share + [None] * (-(-len(batches) // size) - len(share))
+
+
+def rows_of(groups: Sequence[Group], values_N: np.ndarray) -> list[list[np.ndarray]]:
+    """Values of all response tokens of these groups as a column for each group's table: [T] per response."""
+    lengths = np.concatenate([group.lengths for group in groups])
+    rows = iter(np.split(values_N, np.cumsum(lengths)[:-1]))
+    return [list(islice(rows, len(group.lengths))) for group in groups]
 
 
 def _with_offsets(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:

@@ -140,10 +140,12 @@ class CriticTrainer:
         )
 
     @torch.no_grad()
-    def values(self, group: Group) -> np.ndarray:
-        """[N] float32, the value before every response token that the policy sampled; 0.0 elsewhere."""
-        values_N = np.zeros(len(group.response_ids), dtype=np.float32)
-        for batch in self._pack([group], group.loss_mask):
+    def values(self, groups: Sequence[Group]) -> np.ndarray:
+        """[N] float32, the value before every response token that the policy sampled, group after group; 0.0
+        elsewhere."""
+        mask_N = np.concatenate([group.loss_mask for group in groups])
+        values_N = np.zeros(len(mask_N), dtype=np.float32)
+        for batch in self._pack(groups, mask_N):
             values_N[batch.token_index.numpy()] = self.model.values(batch).cpu().numpy()
         return values_N
 

@@ -34,7 +34,7 @@ class RewardState:
     """Weight of the KL in force for the next step (beta)."""
     kl_target: float | None = None
     """Nats per token that `kl_coef` is steered to; None: it stays."""
-    kl_horizon: int = 100
+    kl_horizon: int = 10
     """Optimizer steps over which it adapts."""
     count: int = 0
     """Rewards seen."""

@@ -137,7 +137,7 @@ def test_packing_and_order_do_not_change_values(tiny_random: Path, budget: int, 
             assert_close(model.values(batch), want[places], atol=1e-4, rtol=0)
         rows = CriticTrainer(config(microbatch_tokens=budget), tiny_random)
         random_head(rows.model)
-        mixed = rows.values(unpack(tool_group().take(order)))
+        mixed = rows.values([unpack(tool_group().take(order))])
     ends = [0, 6, 7, 11]
     expected = np.concatenate([want.nan_to_num(0.0).numpy()[ends[i] : ends[i + 1]] for i in order])
     np.testing.assert_allclose(mixed, expected, atol=1e-4)

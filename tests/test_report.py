@@ -390,3 +390,19 @@ def test_prompts_are_shown_where_the_tokenizer_is_known(tmp_path):
     page = read(folder)
     assert page.of("summary") == ["prompt", "prompt", "Resolved configuration"]
     assert page.of("pre")[:2] == ["<b>?</b>", "x"]
+
+
+def test_an_offline_stage_shows_what_it_measured_on_held_out_rows(tmp_path):
+    records = [
+        {"version": v, "time_s": 3.0 * v, "seconds": 0.5, "grad_norm": 1.0}
+        | {"train": {"loss": 1 / v, "accuracy": 0.5}}
+        | ({"held_out": {"loss": 2 / v}} if v % 2 == 0 else {})
+        for v in range(1, 9)
+    ]
+    page = read(run_folder(tmp_path, records, {"stage": "preference", "run": {"name": "pairs", "steps": 8}}))
+    assert page.text.startswith("pairs 8 of 8 steps · 0:00:24 h · stage preference Loss")
+    assert page.headlines == {
+        "Loss": "1.000 → 0.250 held-out rows, first → last measured",  # 2 / 2 -> 2 / 8
+        "Accuracy, share of pairs": "0.500 → 0.500 trained rows, first → last measured",
+    }
+    assert page.tags.count("svg") == 4 and "Reward" not in page.text and "lag" not in page.text

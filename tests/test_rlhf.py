@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,6 +74,9 @@ def reward_run(root: Path, data: Path, tmp_path_factory: pytest.TempPathFactory,
         process.kill()
     assert "resumed at version 15" in log.read_text()
     assert "going on from version-00000020 (restart 1 of 3)" in log.read_text()
+    before, after = re.findall(r"metrics at http://localhost:(\d+)/", log.read_text())
+    assert before == after
+    assert "Accuracy, share of pairs" in (folder / "rm" / "report.html").read_text()
     return folder / "rm"
 
 
