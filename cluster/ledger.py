@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,15 @@ class Ledger:
     dropped: Counter[str] = field(default_factory=Counter)
     live: dict[int, str] = field(default_factory=dict)
     """group id -> `running` or `finished`."""
+    observer: Callable[[str, Mapping[str, Any]], None] | None = field(default=None, compare=False, repr=False)
+    """Is told every record: its event and its fields, time left out."""
 
     def __post_init__(self) -> None:
         self._file = None
         if self.path:
             try:
                 self._file = self.path.open("ab", buffering=0)
-                _cut_torn_tail(self.path)
+                cut_torn_tail(self.path)
             except OSError as error:
                 raise self._failure(error) from error
 
@@ -150,6 +153,8 @@ class Ledger:
                 raise self._failure(error) from error
             if written != len(line):  # the disk was full in the middle
                 raise self._failure(f"{written} of {len(line)} bytes of a record were taken")
+        if self.observer is not None:
+            self.observer(event, fields)
 
     def _failure(self, cause: object) -> LedgerError:
         assert self.path is not None
@@ -189,7 +194,7 @@ def trained_groups(journal: Path) -> dict[int, int]:
     return trained
 
 
-def _cut_torn_tail(path: Path) -> None:
+def cut_torn_tail(path: Path) -> None:
     """Removes a last line without newline."""
     with path.open("r+b") as file:
         keep = end = file.seek(0, os.SEEK_END)

@@ -19,9 +19,11 @@ from rich.console import Console
 from headway.actors.chat import encode, eos_token_ids
 from headway.actors.offline import HELD_OUT, TRAIN, OfflineActor, objective_of
 from headway.cluster.exporter import Exporter
-from headway.cluster.preflight import check_template, tokenizer_of
+from headway.cluster.preflight import check_outputs, check_template, tokenizer_of
 from headway.cluster.ray_crew import ROLES, RayCrew
 from headway.cluster.record import keep_steps
+from headway.cluster.report import write_report
+from headway.cluster.tracker import Tracker, opened
 from headway.cluster.watch import Waits
 from headway.core import preferences
 from headway.core.config import Config, dump_config
@@ -44,6 +46,7 @@ T = TypeVar("T")
 def prepare_rows(config: Config, folder: Path) -> tuple[int, int]:
     """Writes the rows of `data.source` into the run folder as token ids, those held out apart; returns how many there are of
     each. `folder`: the model's. Raises `DataError`, and `ConfigError` for a model without the chat template that it needs."""
+    check_outputs(config)
     tokenizer = tokenizer_of(folder)
     check_template(config, folder, tokenizer)
     (end, *_) = eos_token_ids(folder, tokenizer)
@@ -127,6 +130,9 @@ class OfflineRun:
     """What the run is called on the cluster, where this name is the only one; None: as it is called."""
     stopping: bool = False
     version: int = 0
+    port: int | None = None
+    """Of the metrics endpoint, which a restart keeps."""
+    tracker: Tracker | None = None
     started: float = field(default_factory=time.monotonic)
     _shown_at: float = -math.inf
 
@@ -155,6 +161,16 @@ class OfflineRun:
 
     async def execute(self) -> None:
         """Trains. Goes on from the newest checkpoint when a rank died, `run.max_restarts` times. Raises `HeadwayError`."""
+        own = self.config.run.name
+        name = f"{self.cluster_name}/{own}" if self.cluster_name else own
+        try:
+            with opened(self.config, name, self.say) as self.tracker:
+                await self._execute()
+        finally:
+            if (self.folder / "metrics.jsonl").exists():
+                self.say(f"report: {await asyncio.to_thread(write_report, self.config.run_folder)}")
+
+    async def _execute(self) -> None:
         self.totals = Exporter()
         run = self.config.run.model_copy(update={"name": self.cluster_name or self.config.run.name})
         for restart in range(self.config.run.max_restarts + 1):
@@ -188,11 +204,11 @@ class OfflineRun:
         config = self.config
         self.recorder = Recorder()
         self.waits = Waits(self.recorder)
-        opening_s = 2 * config.cluster.placement_deadline_s + config.generation.start_deadline_s
+        opening_s = 2 * crew.placement_deadline_s + config.generation.start_deadline_s
         await self._call(crew.open(), "the learner to be placed", "start", opening_s)
-        port = await self._call(crew.serve_metrics(None), "the metrics endpoint", "start")
-        (self.folder / "metrics_port").write_text(str(port), encoding="utf-8")
-        self.say(f"metrics at http://localhost:{port}/metrics")
+        self.port = await self._call(crew.serve_metrics(self.port), "the metrics endpoint", "start")
+        (self.folder / "metrics_port").write_text(str(self.port), encoding="utf-8")
+        self.say(f"metrics at http://localhost:{self.port}/metrics")
         await self._call(
             crew.start_learner(), "the learner to start", "start", config.learner.step_deadline_s
         )
@@ -206,6 +222,8 @@ class OfflineRun:
             )
             self.say(f"resumed at version {self.version}")
         keep_steps(self.folder / "metrics.jsonl", self.version)
+        if self.tracker is not None:
+            self.tracker.go_on(self.version)
         saved = self.version if self.resume_from else -1
         offline, every = config.offline, config.run.checkpoint_every
         while self.version < config.run.steps and not self.stopping:
@@ -290,10 +308,19 @@ class OfflineRun:
             label: {name: value if math.isfinite(value) else None for name, value in part.items()}
             for label, part in parts.items()
         }
-        record = {"version": stats.version, "seconds": seconds, "grad_norm": stats.grad_norm, **finite}
+        time_s = time.monotonic() - self.started
+        record = {
+            "version": stats.version,
+            "time_s": time_s,
+            "seconds": seconds,
+            "grad_norm": stats.grad_norm,
+            **finite,
+        }
         path = self.folder / "metrics.jsonl"
         with checkpoint.writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+        if self.tracker is not None:
+            self.tracker.step(record)
         is_last = stats.version == self.config.run.steps
         if held_out is None and not is_last and time.monotonic() < self._shown_at + SHOWN_EVERY_S:
             return

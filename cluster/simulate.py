@@ -92,9 +92,11 @@ def simulate(config: Config, scenario: Scenario, folder: Path, *, progress: Prog
 
 
 def in_folder(config: Config, folder: Path) -> Config:
-    """The configuration with its run folder in `folder`, and rollouts, of which there are none, not kept."""
+    """The configuration with its run folder in `folder`; rollouts, of which there are none, are not kept, and nothing leaves
+    that folder."""
     run = config.run.model_copy(update={"folder": folder, "save_rollouts": False})
-    return config.model_copy(update={"run": run})
+    metrics = config.metrics.model_copy(update={"traces": None, "tracker": "none"})
+    return config.model_copy(update={"run": run, "metrics": metrics})
 
 
 def virtual_run(

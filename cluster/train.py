@@ -16,6 +16,7 @@ from headway.cluster import loops
 from headway.cluster.offline import OfflineRun, prepare_rows
 from headway.cluster.placement import check_resources, connect, disconnect
 from headway.cluster.preflight import (
+    check_outputs,
     encode_demonstrations,
     known_to_judge,
     made_model,
@@ -29,6 +30,7 @@ from headway.cluster.report import write_report
 from headway.cluster.run import Run
 from headway.cluster.run_folder import check_same_inputs
 from headway.core.config import Config, dump_config
+from headway.core.consistency import warnings
 from headway.core.prompts import PromptStream
 from headway.core.prompts import fingerprint as fingerprint_of_prompts
 from headway.learner.checkpoint import passed_over
@@ -88,6 +90,8 @@ def train_policy(config: Config, console: Console, *, checkpoint: Path | None, r
 def train_offline(config: Config, console: Console, *, checkpoint: Path | None, resume: bool) -> int | None:
     """A run of any other stage. Returns as `train_policy`."""
     run = OfflineRun(config=config, model_folder="", console=console, resume_from=checkpoint)
+    for warning in warnings(config):
+        run.say(f"warning: {warning}")
     run.say("checking model and data")
     folder = made_model(config.model.path, run.say)
     run.model_folder = str(folder)
@@ -108,6 +112,7 @@ def train_offline(config: Config, console: Console, *, checkpoint: Path | None, 
 
 def train_loop(config: Config, console: Console, *, checkpoint: Path | None, resume: bool) -> int | None:
     """A run of stage `preference` that makes its pairs itself. Returns as `train_policy`."""
+    check_outputs(config)
     prompts = loops.prompts_of(config)
     folder = made_model(config.model.path, lambda text: console.print(text, highlight=False))
     run = loops.LoopRun(
@@ -117,6 +122,8 @@ def train_loop(config: Config, console: Console, *, checkpoint: Path | None, res
         "model.path": fingerprint_of_model(folder),
         "data.source": fingerprint_of_prompts(prompts),
     }
+    for warning in warnings(config):
+        run.say(f"warning: {warning}")
     _settle(config, inputs, resume=resume, say=run.say)
     run.header()
     connect(config.model_copy(update={"stage": "rl"}))  # room for the engine, which comes before the learner

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -229,8 +230,8 @@ class Algorithm(Section):
     """Its weight (beta), or where the adaptive one starts."""
     kl_target: float | None = Field(default=None, gt=0)
     """Adapts beta towards this KL (nats per token); null: fixed."""
-    kl_horizon: int = Field(default=100, ge=1)
-    """Optimizer steps over which beta adapts."""
+    kl_horizon: int = Field(default=10, ge=1)
+    """Within so many optimizer steps beta changes by a fifth at most."""
     kl_stop: float | None = Field(default=None, gt=0)
     """Once the KL from the proximal policy passes this (nats per token), the remaining steps of the batch leave the
     weights alone; null: off."""
@@ -554,6 +555,23 @@ class Metrics(Section):
     """Address that the endpoint listens on."""
     heartbeat_s: float = Field(default=1.0, gt=0)
     """Time between two snapshots sent to the metrics actor (seconds)."""
+    traces: str | None = None
+    """Where an OpenTelemetry trace of every prompt group goes: an OTLP/HTTP collector such as http://collector:4318, or a file
+    whose name ends in .jsonl, in the run folder unless its path is absolute. null: no traces."""
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"
+    """Where the numbers of `metrics.jsonl` go as curves: TensorBoard (RUN/tensorboard), or Weights & Biases."""
+
+    @field_validator("traces")
+    @classmethod
+    def _traces_are_a_place(cls, value: str | None) -> str | None:
+        if value is not None and not value.endswith(".jsonl"):
+            url = urlsplit(value)
+            if url.scheme not in ("http", "https") or not url.hostname:
+                raise ValueError(
+                    f"metrics.traces={value!r} is neither the address of a collector, such as http://collector:4318, nor a "
+                    "file whose name ends in .jsonl"
+                )
+        return value
 
 
 class Cluster(Section):
