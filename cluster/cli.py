@@ -84,11 +84,16 @@ def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
 
 @app.command(context_settings=OVERRIDES)
 def submit(
-    config: ConfigPath,
+    config: Annotated[Path | None, typer.Argument(help="YAML configuration.", show_default=False)] = None,
     overrides: Overrides = None,
     address: Annotated[str, typer.Option(help="Dashboard address of the cluster.")] = "http://127.0.0.1:8265",
     submission_id: Annotated[
-        str | None, typer.Option(help="Id of the job; default: from the run's name.")
+        str | None,
+        typer.Option(help="Id of the job; default: headway-RUN, from the second job on with a number."),
+    ] = None,
+    attach: Annotated[
+        str | None,
+        typer.Option(help="Submit nothing: follow this job, an id or a run's name.", show_default=False),
     ] = None,
     follow: Annotated[bool, typer.Option(help="Print the job's log and exit with its exit code.")] = True,
     resume: Annotated[
@@ -98,26 +103,48 @@ def submit(
 ) -> None:
     """Send a training run to a Ray cluster as a job.
 
-    The code is shipped as a wheel, the configuration and prompt files with it; `run.folder` must be a folder that the
-    cluster's nodes share.
+    First the cluster is checked: versions, token, room for every group on nodes with its labels. Then this code is
+    shipped with the configuration and the prompt files; what headway depends on must be installed there, and `run.folder`
+    be a folder that the nodes share. Ctrl-C only ends the following.
 
     Examples:
 
     `headway submit configs/demo.yaml --address http://head:8265`
 
     `headway submit configs/demo.yaml --no-follow run.steps=500 generation.replicas=4 generation.gpus=1`
+
+    `headway submit --attach demo --address http://head:8265`
     """
     from headway.cluster import submit as jobs
 
-    settings = load_config(config, overrides or [])
-    client, job = jobs.submit(
-        settings, address, submission_id=submission_id, resume=resume, overwrite=overwrite
-    )
-    console.print(f"submitted {job} to {address}", highlight=False)
+    seen = 0
+    if attach is not None and config is None:
+        client, job, seen = jobs.attach(address, attach)
+    elif attach is not None or config is None:
+        raise ConfigError("name a configuration to submit, or a job to follow with --attach JOB")
+    else:
+        settings = load_config(config, overrides or [])
+
+        def say(text: str) -> None:
+            errors.print(text, highlight=False, markup=False)
+
+        client, job = jobs.submit(
+            settings, address, submission_id=submission_id, resume=resume, overwrite=overwrite, say=say
+        )
+        console.print(f"submitted {job} to {address}", highlight=False)
     if not follow:
         return
-    for text in jobs.follow(client, job):
-        print(text, end="", flush=True)
+    try:
+        for text in jobs.follow(client, job, seen):
+            print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        console.print(
+            f"\njob {job} goes on; follow it with '{jobs.attaching(job, address)}', end it with "
+            f"'{jobs.stopping(job, address)}'",
+            highlight=False,
+            markup=False,
+        )
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     raise typer.Exit(jobs.exit_code(client, job))
 
 
@@ -129,19 +156,29 @@ def scale(
     run: Annotated[
         str | None, typer.Option(help="Folder or name of the run; default: the only one that runs.")
     ] = None,
+    gpus_per_replica: Annotated[
+        float | None,
+        typer.Option(
+            help="GPUs of each engine from now on: a part of one, or whole ones that share the model (tensor parallel).",
+            show_default=False,
+        ),
+    ] = None,
     address: Annotated[str | None, typer.Option(help="Ray address of its cluster.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Change the number of engines or scorers of a run while it trains.
+    """Change the number of engines or scorers of a run while it trains, or the GPUs of its engines.
 
     New engines serve once they hold the newest weights. Those that leave finish their groups, or hand them on to the
-    others with the tokens that they have. Scorers that can be scaled are those whose weights do not change.
+    others with the tokens that they have. Engines that have another number of GPUs are replaced one after another.
+    Scorers that can be scaled are those whose weights do not change.
 
     Examples:
 
     `headway scale generation=3`
 
     `headway scale generation=1 --run runs/demo`
+
+    `headway scale generation=2 --gpus-per-replica 4`
 
     `headway scale verifiers=4`
     """
@@ -150,12 +187,13 @@ def scale(
     group, _, number = wanted.partition("=")
     if not group or not number.isdecimal():
         raise ConfigError(f"{wanted!r}: say GROUP=N, for example generation=3")
-    answer = ask(run, address, group.removesuffix(".replicas"), int(number))
+    answer = ask(run, address, group.removesuffix(".replicas"), int(number), gpus_per_replica)
     if as_json:
         print(json.dumps(answer))
         return
+    each = f", with {answer['gpus']:g} GPU each" if answer["gpus"] else ""
     console.print(
-        f"{answer['group']}: {answer['before']} -> {answer['target']} ({answer['serving']} serve now, learner at version "
+        f"{answer['group']}: {answer['before']} -> {answer['target']}{each} ({answer['serving']} serve now, learner at version "
         f"{answer['version']})",
         highlight=False,
     )

@@ -87,7 +87,12 @@ def stop(
             show_default=False,
         ),
     ] = None,
-    address: Address = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="Ray address of its cluster; for a submitted job also the dashboard's.", show_default=False
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """End a run after the optimizer step in progress, with a checkpoint, and wait until it holds nothing on the cluster.
@@ -99,6 +104,8 @@ def stop(
     `headway stop`
 
     `headway stop demo --address head:6379`
+
+    `headway stop headway-demo --address http://head:8265`
 
     `headway stop runs/demo --now`
     """
@@ -199,7 +206,7 @@ def _on_cluster(held: Any) -> dict[str, Any]:
 
 def _on_terminal(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     seen = look()
-    with Live(render(seen), console=console, auto_refresh=False) as live:
+    with Live(render(seen), console=console, auto_refresh=False, transient=True) as live:
         while True:
             live.update(render(seen), refresh=True)
             time.sleep(REFRESH_S)
@@ -311,13 +318,18 @@ def _learning(found: dict[str, Any]) -> RenderableType:
 
 
 def _roles(found: dict[str, Any]) -> Table:
-    table = Table("role", "live", "restarts", "place", box=SIMPLE_HEAD, padding=(0, 1), expand=False)
+    columns = ("role", "live", "GPU each", "restarts", "place")
+    table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1), expand=False)
     for role, has in found["roles"].items():
         own = [group for group in found.get("placement", ()) if group["role"] == role]
         live = f"{has['live']}/{has['target']}"
         style = "" if has["live"] == has["target"] else "yellow"
         table.add_row(
-            role, Text(live, style=style), str(has["restarts"] or ""), _place(own) or "driver's node"
+            role,
+            Text(live, style=style),
+            f"{has['gpus']:g}" if has["gpus"] else "",
+            str(has["restarts"] or ""),
+            _place(own) or "driver's node",
         )
     return table
 
@@ -340,13 +352,14 @@ def _place(groups: list[dict[str, Any]]) -> str:
 
 
 def _engines(found: dict[str, Any]) -> Table:
-    table = Table("engine", "version", "groups", "KV cache", "", box=SIMPLE_HEAD, padding=(0, 1))
+    table = Table("engine", "GPU", "version", "groups", "KV cache", "", box=SIMPLE_HEAD, padding=(0, 1))
     for engine in found["engines"]:
         version = engine["version"]
         behind = 0 if version is None else found["version"] - version
         usage = engine["kv_cache"]
         table.add_row(
             str(engine["replica"]),
+            f"{engine['gpus']:g}" if engine["gpus"] else "",
             "starts" if version is None else f"{version}" + (f" (-{behind})" if behind else ""),
             f"{engine['groups']}/{engine['limit']}",
             "–" if usage is None else f"{usage:.0%}",
@@ -390,10 +403,13 @@ def _change(value: float | None) -> str:
 
 
 def _spark(values: list[float]) -> str:
-    """The values as bars between their lowest and highest."""
-    low, high = min(values, default=0.0), max(values, default=0.0)
+    """The values as bars between their lowest and highest, which are named behind them."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
     spread = (high - low) or 1.0
-    return "".join(BARS[round((value - low) / spread * (len(BARS) - 1))] for value in values)
+    bars = "".join(BARS[round((value - low) / spread * (len(BARS) - 1))] for value in values)
+    return f"{bars} {low:.2f} to {high:.2f}"
 
 
 def _mib(size: int) -> str:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,6 +16,7 @@ from ray._private.state import actors as actor_table
 from ray._private.state import jobs as job_table
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
+from headway.cluster import submit
 from headway.cluster.control import ask, cluster_of, find
 from headway.cluster.placement import POLL_S, PROBE_DEADLINE_S, namespace
 from headway.cluster.run import CLOSE_DEADLINE_S
@@ -26,6 +28,8 @@ CLEANING_S = 15.0
 """For the cluster itself to take what a driver had that is gone."""
 REMOVAL_S = 60.0
 """For what was removed to be gone."""
+STOP_S = 3600.0
+"""For a job to end that does not say how long that may take."""
 JOB_OF_ID = slice(-8, None)
 """Hexadecimal digits of an actor's or placement group's id that name the job, one per driver, which made it."""
 
@@ -133,7 +137,10 @@ def stop(
 ) -> dict[str, Any]:
     """Ends a run and returns once it holds nothing; `say` is told what happens. `timeout_s`: for its driver to end it;
     None: as long as a step and a checkpoint may take. What a driver that is gone has left is removed, nothing else.
-    Raises as `scale`, and `Starved` after the time-out."""
+    `address` may also be that of the cluster's dashboard: then the run is one that was submitted there as a job, and `target`
+    its name or the job's id. Raises as `scale`, and `Starved` after the time-out."""
+    if address is not None and address.startswith(("http://", "https://")):
+        return _stop_job(target, address, at_once=at_once, timeout_s=timeout_s, say=say)
     with cluster_of(target, address) as run:
         gcs = cluster_address()
         try:
@@ -164,6 +171,73 @@ def stop(
         "groups": [group.name for group in held.groups],
         "removed": False,
     }
+
+
+def _stop_job(
+    target: str | None, address: str, *, at_once: bool, timeout_s: float | None, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The driver is told by the signal that Ray's job server sends; its last words are passed on to `say`."""
+    client = submit.connect(address)
+    with submit.reaching(address):
+        job = submit.find(client, target and Path(target).name)
+        name = job.submission_id
+        if job.status.is_terminal():
+            raise ClusterError(f"job {name} does not run any more: it {job.status.lower()}")
+        actors, groups = _of_job(client, job.job_id)
+        seen = len(client.get_job_logs(name))
+        client.stop_job(name)
+        how = "at once" if at_once else "after the optimizer step in progress, with a checkpoint"
+        say(f"job {name} is asked to end {how}")
+        if at_once and job.driver_info is not None:
+            # A run takes the second signal for that. The job server sends one only.
+            client.submit_job(
+                entrypoint=f"kill -TERM {job.driver_info.pid}",
+                entrypoint_label_selector={"ray.io/node-id": job.driver_node_id},
+            )
+    if timeout_s is None:
+        timeout_s = CLOSE_DEADLINE_S if at_once else float((job.metadata or {}).get(submit.STOP_S, STOP_S))
+    end = time.monotonic() + timeout_s
+    for text in submit.follow(client, name, seen):
+        if text.strip():
+            say(text.strip("\n"))
+        if time.monotonic() > end:
+            raise Starved(f"job {name} has not ended within {timeout_s:g} s")
+    with submit.reaching(address):
+        end = time.monotonic() + REMOVAL_S
+        while left := _left(client, client.get_job_info(name).job_id, actors):
+            if time.monotonic() > end:
+                raise Starved(f"job {name} has ended, but after {REMOVAL_S:g} s there are still: {left}")
+            time.sleep(POLL_S)
+    return {
+        "run": submit.run_of(job) or name,
+        "job": name,
+        "actors": len(actors),
+        "groups": [group["name"] for group in groups],
+        "removed": False,
+    }
+
+
+def _of_job(client: Any, driver: str | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Actors and placement groups of a job's driver, which has none before it has joined Ray."""
+    if driver is None:
+        return [], []
+    actors = [actor for actor in submit.listed(client, "actors", job_id=driver) if actor["state"] != "DEAD"]
+    groups = submit.listed(client, "placement_groups", creator_job_id=driver)
+    return actors, [group for group in groups if group["state"] != "REMOVED"]
+
+
+def _left(client: Any, driver: str | None, before: list[dict[str, Any]]) -> str:
+    """What is there still of an ended job, of the processes of these actors too; empty when nothing is."""
+    actors, groups = _of_job(client, driver)
+    had = {(actor["node_id"], actor["pid"]) for actor in before}
+    alive = submit.listed(client, "workers", is_alive="True")
+    left = [f"actor {actor['class_name']}" for actor in actors] + [group["name"] for group in groups]
+    left += [
+        f"process {worker['pid']} on {worker['ip']}"
+        for worker in alive
+        if (worker["node_id"], worker["pid"]) in had
+    ]
+    return ", ".join(left)
 
 
 def _how(answer: dict[str, Any], at_once: bool) -> str:
