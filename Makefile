@@ -1,5 +1,6 @@
 # make demo   train a real model asynchronously on this machine's CPU
 # make demo-rlhf   supervised fine-tuning, a reward model and PPO on five groups
+# make up     a Ray cluster of this machine, with Prometheus (and Grafana, where it is installed)    make down   ends it
 # make test   the whole test suite          make check   format, lint, types, import contracts
 # make docs   the generated reference pages       make bench   the figures of docs/benchmarks.md
 # make clean  remove what was built
@@ -9,7 +10,7 @@ BIN    := $(VENV)/bin
 PYTHON ?= python3.11
 READY  := $(VENV)/.ready-$(shell cat requirements/*.txt pyproject.toml | cksum | cut -d' ' -f1)
 
-.PHONY: demo demo-rlhf tiny test check docs bench format typing clean tools
+.PHONY: demo demo-rlhf tiny up down test check docs bench format typing clean tools
 
 demo: $(READY)
 	$(BIN)/headway train configs/demo.yaml --overwrite
@@ -22,6 +23,12 @@ demo-rlhf: $(READY)
 
 tiny: $(READY)
 	$(BIN)/headway train configs/tiny.yaml --overwrite
+
+up: $(READY)
+	deploy/one-machine/up.sh
+
+down:
+	deploy/one-machine/down.sh
 
 test: $(READY) tools
 	$(BIN)/pytest
