@@ -44,15 +44,31 @@ def evaluation_config(target: str, config_path: Path | None, overrides: list[str
     """The configuration and model folder for a run folder, or for a model with `--config`. Raises `ConfigError`."""
     run_config = Path(target) / "config.json"
     if run_config.is_file() and "run" in json.loads(run_config.read_text(encoding="utf-8")):
-        newest = checkpoint.newest_complete(Path(target) / "checkpoints")
-        if newest is None:
-            raise ConfigError(f"run {target} has no complete checkpoint yet, so there is nothing to evaluate")
-        return load_config(config_path or run_config, overrides), str(newest / "learner" / "model")
+        config = load_config(config_path or run_config, overrides)
+        return config, str(_newest_model(Path(target), load_config(run_config)))
     if config_path is None:
         raise ConfigError(
             f"{target} is no run folder (it holds no config.json of a run); for a model, say --config CONFIG"
         )
     return load_config(config_path, overrides), target
+
+
+def _newest_model(folder: Path, config: Config) -> Path:
+    """Of a run. Raises `ConfigError` when it has none, or none that answers."""
+    if config.stage == "reward_model":
+        raise ConfigError(f"run {folder} trained a reward model, which scores answers and gives none")
+    finished = folder / "model"  # of other stages than rl, once they are done
+    if (finished / "config.json").is_file():
+        return finished
+    # A loop has a folder for each round, which is an ordinary run.
+    rounds = sorted(folder.glob("round-*"), key=lambda each: int(each.name.partition("-")[2]), reverse=True)
+    for each in (folder, *rounds):
+        newest = checkpoint.newest_complete(each / "checkpoints")
+        if each != folder and (each / "model" / "config.json").is_file():
+            return each / "model"
+        if newest is not None:
+            return newest / "learner" / "model"
+    raise ConfigError(f"run {folder} has no complete checkpoint yet, so there is nothing to evaluate")
 
 
 def held_out(config: Config) -> tuple[str, tuple[Prompt, ...]]:
@@ -67,6 +83,8 @@ def held_out(config: Config) -> tuple[str, tuple[Prompt, ...]]:
 
 def evaluate(config: Config, model: str, *, limit: int, samples: int, temperature: float) -> Evaluation:
     """Samples and scores; raises `UserError`s for what the configuration lacks."""
+    if samples > 1 and temperature == 0:
+        raise ConfigError(f"--samples={samples} with --temperature=0: greedy answers are all the same")
     source, prompts = held_out(config)
     prompts = prompts[:limit]
     config = config.model_copy(

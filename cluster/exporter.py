@@ -21,7 +21,8 @@ from prometheus_client.registry import Collector
 from headway.core.metrics import BY_NAME, METRICS, Update
 
 PORTS = 100
-"""Ports that are tried, from the configured one on."""
+"""Ports that are tried, from the configured one on, before any other will do."""
+LAST_PORT = 65_535
 RETRY_S = 0.1
 
 
@@ -33,6 +34,7 @@ class Exporter(Collector):
         self._values: dict[tuple[str, str], float]
         self._histograms: dict[tuple[str, str], tuple[list[int], float]]
         self._server: WSGIServer | None = None
+        self._is_silent = False
         self._reset()
 
     def _reset(self) -> None:
@@ -46,23 +48,26 @@ class Exporter(Collector):
 
     def serve(self, host: str, port: int, wait_s: float = 0.0) -> int:
         """Starts the endpoint; takes the next free port when this one is still taken after `wait_s`. Returns the
-        port."""
+        port. Raises `OSError` for a host that is not this machine's, and a port that is not for everyone.
+
+        With `wait_s` it takes the place of another one, and shows nothing before `restore`: a counter that fell to zero for a
+        moment would count everything twice in `rate`, and a series that is away for a moment nothing."""
         registry = CollectorRegistry()
         registry.register(self)
+        self._is_silent = wait_s > 0
         end = time.monotonic() + wait_s
-        candidate = port
-        while candidate < port + PORTS:
+        candidates = [*range(port, min(port + PORTS, LAST_PORT + 1)), 0]
+        while True:
             try:
-                self._server, _ = start_http_server(candidate, addr=host, registry=registry)
+                self._server, _ = start_http_server(candidates[0], addr=host, registry=registry)
                 return self._server.server_port
             except OSError as error:
-                if error.errno != errno.EADDRINUSE:
+                if error.errno != errno.EADDRINUSE or len(candidates) == 1:
                     raise
             if time.monotonic() < end:
                 time.sleep(RETRY_S)
             else:
-                candidate += 1
-        raise OSError(errno.EADDRINUSE, f"no free port between {port} and {port + PORTS - 1}")
+                del candidates[0]
 
     def apply(self, updates: list[Update]) -> None:
         """Adds counters and histograms, sets gauges."""
@@ -117,6 +122,7 @@ class Exporter(Collector):
         """Replaces every series by those of a state; what it lacks starts anew. Metrics, labels and buckets of another
         version of the table are left out."""
         with self._lock:
+            self._is_silent = False
             self._reset()
             for kind, group in (("counter", "counters"), ("gauge", "gauges")):
                 for name, label, value in state.get(group, ()):
@@ -128,6 +134,8 @@ class Exporter(Collector):
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
+            if self._is_silent:
+                return
             values = dict(self._values)
             histograms = {key: (list(counts), total) for key, (counts, total) in self._histograms.items()}
         for metric in METRICS:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import importlib.util
 import shutil
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -64,6 +67,8 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
 
     `say` is told what takes long.
     """
+    check_outputs(config)
+    endpoint_fault(config)
     for warning in warnings(config):
         say(f"warning: {warning}")
     check_golds(config, prompts)
@@ -93,6 +98,50 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
     config = config.model_copy(update={"generation": generation})
     check_disk(config, folder)
     return Checked(config=config, model_folder=folder, longest_prompt=longest)
+
+
+def endpoint_fault(config: Config) -> OSError | None:
+    """Why the endpoint will not be at its port, if another program is. Raises `ConfigError` where it could be at none."""
+    host, port = config.metrics.host, config.metrics.port
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return error
+        raise ConfigError(
+            f"metrics.host={host}, metrics.port={port}: nothing can listen there ({error.strerror or error}); set metrics.host to "
+            "an address of this machine (0.0.0.0: all), metrics.port to one from 1024 on"
+        ) from error
+    return None
+
+
+def check_outputs(config: Config) -> None:
+    """What curves and traces need must be installed. Raises `ConfigError`."""
+    metrics = config.metrics
+    if metrics.traces is not None and config.stage != "rl":
+        raise ConfigError(
+            f"metrics.traces={metrics.traces} with stage={config.stage}, which makes no rollouts to trace; set "
+            "metrics.traces=null"
+        )
+    wanted = [] if metrics.tracker == "none" else [("tracker", metrics.tracker, metrics.tracker)]
+    if metrics.traces is not None:
+        exporter = "opentelemetry.exporter.otlp.proto.http"
+        wanted.append(("traces", exporter, "opentelemetry-exporter-otlp-proto-http"))
+    for key, module, package in wanted:
+        if not _is_installed(module):
+            raise ConfigError(
+                f"metrics.{key}={getattr(metrics, key)} needs a package that is missing: pip install {package}"
+            )
+
+
+def _is_installed(module: str) -> bool:
+    """A folder of that name that happens to be on the path is none."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # a package above it
+        return False
+    return spec is not None and spec.origin is not None
 
 
 def check_batch(config: Config, longest: int) -> None:

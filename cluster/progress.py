@@ -10,6 +10,12 @@ from rich.live import Live
 from rich.text import Text
 
 from headway.core.config import Config
+from headway.core.consistency import share_with_signal
+from headway.core.sections import OUTCOME_GROUPS
+
+ENOUGH_GROUPS = 100
+FEW_WITH_SIGNAL = 0.4
+"""Below this share of groups with signal a run is warned about it."""
 
 
 class Progress:
@@ -17,6 +23,7 @@ class Progress:
 
     def __init__(self, config: Config, console: Console) -> None:
         self._steps = config.run.steps
+        self._signal = Signal(config)
         self._selects = config.algorithm.dynamic_sampling
         self._console = console
         self._started = time.monotonic()
@@ -73,6 +80,8 @@ class Progress:
             f"len {sum(lengths) / len(lengths):.1f}  {record['seconds']['total']:.1f} s "
             f"(waited {record['waited_s']:.1f})"
         )
+        if (warning := self._signal.step(record)) is not None:
+            self.say(f"warning: {warning}")
 
     def _reward(self, record: dict[str, Any]) -> str:
         """Dynamic sampling trains neither solved nor hopeless prompts, so what it trains says little about all."""
@@ -92,6 +101,42 @@ class Progress:
                 ),
                 refresh=True,
             )
+
+
+class Signal:
+    """How many groups hold different rewards, which is all that an advantage within the group learns from."""
+
+    def __init__(self, config: Config) -> None:
+        self._size = config.sampling.group_size
+        self._is_wanted = config.algorithm.advantage in OUTCOME_GROUPS
+        self._dropped: int | None = None
+        """Without signal, up to the last step."""
+        self._groups, self._with_signal, self._rewards = 0, 0.0, 0.0
+
+    def step(self, record: dict[str, Any]) -> str | None:
+        """A warning, once, when it is clear that most groups have none."""
+        mean, without = record["sampled_reward_mean"], record.get("no_signal_groups_fraction")
+        if not self._is_wanted or mean is None or without is None:
+            return None
+        trained, dropped = len(record["lag"]), record["dropped"].get("no_signal", 0)
+        groups = trained + (dropped - self._dropped if self._dropped is not None else 0)
+        self._dropped = dropped
+        self._groups += groups
+        self._with_signal += trained * (1 - without)
+        self._rewards += groups * mean
+        share = self._with_signal / self._groups
+        if self._groups < ENOUGH_GROUPS or share >= FEW_WITH_SIGNAL:
+            return None
+        self._is_wanted = False
+        found = f"{1 - share:.0%} of {self._groups} groups have equal rewards and teach nothing"
+        if not 0 < (rate := self._rewards / self._groups) < 1:
+            return f"{found}: give easier or harder prompts"
+        more = 4 * self._size
+        return (
+            f"{found}; at a pass rate of {rate:.0%} a group of {self._size} has both right and wrong answers with 1 - p^n - (1-p)^n = "
+            f"{share_with_signal(rate, self._size):.0%}, one of {more} with {share_with_signal(rate, more):.0%} "
+            "(sampling.group_size)"
+        )
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from headway.core.config import Config
 from headway.core.errors import ConfigError
+from headway.core.sections import Algorithm
 from headway.learner import checkpoint
 
 INPUTS = "inputs.json"
@@ -65,12 +66,19 @@ def prepare_folder(config: Config, *, resume: bool, overwrite: bool) -> Path | N
 
 
 def check_same_run(config: Config, saved: Path) -> None:
-    """Refuses to go on with other data, another model or another algorithm. Raises `ConfigError` naming the keys."""
+    """Refuses to go on with other data, another model or another algorithm. A key that the run was not written with, because
+    it is newer, was as it is by itself. Raises `ConfigError` naming the keys."""
     try:
-        before = _flat(json.loads((saved / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+        tree = json.loads((saved / "config.json").read_text(encoding="utf-8"))
+        if missing := {"run", "model", "data", "algorithm"} - tree.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        before = _flat(tree)
+    except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{saved} holds no readable config.json ({error}); it cannot be resumed") from error
     now = _flat(json.loads(config.model_dump_json()))
+    preset = Algorithm(preset=config.algorithm.preset)
+    by_itself = _flat(json.loads(Config().model_copy(update={"algorithm": preset}).model_dump_json()))
+    before = by_itself | before
     changed = [
         f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
-from headway.core.consistency import check_algorithm, check_lag, check_scaling
+from headway.core.consistency import check_algorithm, check_gpus, check_lag, check_scaling
 from headway.core.errors import ConfigError
 from headway.core.sections import (
     Algorithm,
@@ -102,6 +102,7 @@ class Config(Section):
         if self.stage == "rl":
             check_algorithm(this)
         check_lag(this)
+        check_gpus(this)
         check_scaling("generation", self.generation)
         check_scaling("verifiers", self.verifiers)
         if self.critic.warmup_steps and not self.algorithm.needs_critic:
@@ -169,6 +170,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text in UTF-8: {error.reason} at byte {error.start}") from error
     try:
         tree = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
@@ -177,7 +180,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(
             f"{path} must hold sections such as 'run:' and 'learner:', not {type(tree).__name__}"
         )
-    lines = _key_lines(text)
+    lines = _key_lines(text, path)
     where = {key: f"{path}:{line}" for key, line in lines.items()}
     for override in overrides:
         key = _apply_override(tree, override)
@@ -211,7 +214,7 @@ def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[st
 def _apply_override(tree: dict[str, Any], override: str) -> str:
     key, equals, value = override.partition("=")
     key = key.strip().removeprefix("--")
-    if not equals or not key:
+    if not equals or not all(key.split(".")):
         raise ConfigError(f"override {override!r}: expected section.key=value, for example run.steps=20")
     node = tree
     *parents, leaf = key.split(".")
@@ -237,7 +240,12 @@ def _explain(fault: Any, where: dict[str, str]) -> str:
     key = ".".join(str(part) for part in fault["loc"])
     place = f" ({where[key]})" if key in where else ""
     if fault["type"] == "extra_forbidden":
+        if nearest_key(key) == key:  # as it is written on the command line
+            section, _, leaf = key.partition(".")
+            return f"key '{key}'{place} is in one piece; write '{leaf}' below '{section}:'"
         return f"unknown key '{key}'{place}; did you mean '{nearest_key(key)}'?"
+    if fault["type"] == "model_type":
+        return f"section '{key}'{place} holds {fault['input']!r}; put keys below it, or leave it out"
     if not fault["loc"] or isinstance(fault["input"], dict):
         return fault["msg"].removeprefix("Value error, ")  # it names its keys itself
     return f"{key}={fault['input']!r}{place}: {fault['msg'].removeprefix('Value error, ')}"
@@ -252,20 +260,30 @@ def nearest_key(key: str) -> str:
     for candidates in (SYNONYMS, by_leaf):
         if leaf in candidates:
             return candidates[leaf]
+    own = [name for name in known if name.rpartition(".")[0] == key.rpartition(".")[0]]
+    if near := difflib.get_close_matches(key, own if "." in key else (), n=1, cutoff=0.85):
+        return near[0]
     if near := difflib.get_close_matches(leaf, [*SYNONYMS, *by_leaf, *sections], n=1, cutoff=0.7):
         return SYNONYMS.get(near[0]) or by_leaf.get(near[0]) or near[0]
     return difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
 
 
-def _key_lines(text: str) -> dict[str, int]:
-    """Line of every dotted key in a YAML text."""
+def _key_lines(text: str, path: Path) -> dict[str, int]:
+    """Line of every dotted key in a YAML text. Raises `ConfigError` for one that is there twice, of which YAML itself would
+    take the last."""
     lines: dict[str, int] = {}
 
     def visit(node: yaml.Node, prefix: str) -> None:
         if isinstance(node, yaml.MappingNode):
+            here: set[str] = set()
             for key_node, value_node in node.value:
-                key = f"{prefix}{key_node.value}"
-                lines[key] = key_node.start_mark.line + 1
+                key, line = f"{prefix}{key_node.value}", key_node.start_mark.line + 1
+                if key in here and key_node.value != "<<":
+                    raise ConfigError(
+                        f"key '{key}' is there twice ({path}:{lines[key]} and {line}); keep one"
+                    )
+                here.add(key)
+                lines[key] = line
                 visit(value_node, f"{key}.")
 
     if root := yaml.compose(text, Loader=yaml.SafeLoader):

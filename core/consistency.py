@@ -3,12 +3,26 @@ those that work but that their user most likely did not mean."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from headway.core.sections import OUTCOME_GROUPS, WEIGHTS, Generation, Verifiers
+from headway.core.datasets import PACKAGED
+from headway.core.sections import (
+    OUTCOME_GROUPS,
+    WEIGHTS,
+    Algorithm,
+    Generation,
+    Resources,
+    Section,
+    Verifiers,
+)
 
 if TYPE_CHECKING:
     from headway.core.config import Config
+
+FEW_WITH_SIGNAL = 0.8
+"""Below this share of groups with signal, at the best pass rate that there is, the group size is warned about."""
 
 
 def check_algorithm(config: Config) -> None:
@@ -31,6 +45,17 @@ def check_algorithm(config: Config) -> None:
             "vocabulary, so every importance weight would be wrong; set sampling.top_p=1, or "
             "algorithm.correction=none with algorithm.old_policy=proximal and no kl_estimator=unbiased"
         )
+    for key, is_on in (
+        ("algorithm.ess_lr", algorithm.ess_lr),
+        ("lag.ess_floor", config.lag.ess_floor is not None),
+        ("critic.targets=vtrace", algorithm.needs_critic and config.critic.targets == "vtrace"),
+        ("algorithm.advantage=min_variance", algorithm.advantage == "min_variance"),
+    ):
+        if sampling.top_p < 1 and is_on:
+            raise ValueError(
+                f"sampling.top_p={sampling.top_p} with {key}, which goes by importance weights: the engine renormalises over the "
+                "nucleus, the learner over the whole vocabulary, so they would be wrong; set sampling.top_p=1, or turn it off"
+            )
     weights = [word for word in algorithm.correction if word in WEIGHTS]
     if len(weights) > 1:
         raise ValueError(
@@ -132,6 +157,11 @@ def check_algorithm(config: Config) -> None:
             f"algorithm.sft_coef={algorithm.sft_coef} with data.demonstrations={config.data.demonstrations}: the one "
             "needs the other; set both or neither"
         )
+    if "{prompt}" not in config.data.template:
+        raise ValueError(
+            f"data.template={config.data.template!r} has no {{prompt}}, so every prompt would be the same; put it where the "
+            "prompt's text goes"
+        )
     environment, agents = config.environment, config.episodes.agents
     if environment.name is not None and config.data.agents:
         raise ValueError(
@@ -199,6 +229,16 @@ def check_lag(config: Config) -> None:
         )
 
 
+def check_gpus(config: Config) -> None:
+    """Ray gives a part of one GPU, or whole ones. Raises `ValueError`."""
+    for name, section in config:
+        if isinstance(section, Resources) and section.gpus > 1 and section.gpus % 1:
+            raise ValueError(
+                f"{name}.gpus={section.gpus:g}: a replica has whole GPUs or a part of one; set {name}.gpus={int(section.gpus)} or "
+                f"{int(section.gpus) + 1}"
+            )
+
+
 def check_scaling(name: str, group: Generation | Verifiers) -> None:
     if group.max_replicas is None and group.min_replicas is None:
         return
@@ -214,10 +254,24 @@ def check_scaling(name: str, group: Generation | Verifiers) -> None:
         )
 
 
+def share_with_signal(pass_rate: float, group_size: int) -> float:
+    """1 - p^n - (1 - p)^n: how many groups of n responses, each right with probability p, are neither all right nor all
+    wrong."""
+    return 1.0 - pass_rate**group_size - (1.0 - pass_rate) ** group_size
+
+
 def warnings(config: Config) -> list[str]:
     """Choices that work but that their user most likely did not mean."""
+    idle: dict[str, list[str]] = {}
+    for key, needs in without_effect(config).items():
+        idle.setdefault(needs, []).append(key)
+    doubtful = _doubtful(config) if config.stage == "rl" else []
+    return [*doubtful, *(f"{', '.join(keys)}: without effect; needs {needs}" for needs, keys in idle.items())]
+
+
+def _doubtful(config: Config) -> list[str]:
     algorithm = config.algorithm
-    found = []
+    found: list[str] = []
     if algorithm.kl == "loss" and algorithm.kl_estimator == "k1":
         found.append(
             "algorithm.kl_estimator=k1 in the loss has expected gradient zero: it restrains nothing; k2 has the "
@@ -257,4 +311,167 @@ def warnings(config: Config) -> list[str]:
             f"algorithm.ratio={algorithm.ratio} with learner.steps_per_batch=1: the ratio to the proximal policy is "
             "1, so the clip never acts"
         )
+    size = config.sampling.group_size
+    if algorithm.advantage in OUTCOME_GROUPS:
+        best = share_with_signal(0.5, size)
+        if best < FEW_WITH_SIGNAL:
+            found.append(
+                f"sampling.group_size={size}: of groups of {size} at most {best:.0%} hold a right and a wrong answer, which is what "
+                f"algorithm.advantage={algorithm.advantage} learns from, and {share_with_signal(0.2, size):.0%} where every fifth "
+                f"answer is right (of 8: {share_with_signal(0.5, 8):.0%} and {share_with_signal(0.2, 8):.0%})"
+            )
+    return found
+
+
+# ---- keys without effect -----------------------------------------------------------------------------------
+
+
+def _rl(config: Config) -> bool:
+    return config.stage == "rl"
+
+
+def _evaluates(config: Config) -> bool:
+    """`headway eval` reads what scores and what is scored, whatever the stage."""
+    return _rl(config) or config.data.eval_source is not None
+
+
+def _samples(config: Config) -> bool:
+    return _evaluates(config) or config.offline.loop != "none"
+
+
+def _judges(config: Config) -> bool:
+    return _evaluates(config) or config.offline.loop == "self_rewarding"
+
+
+def _prompts_from(*kinds: str) -> Callable[[Config], bool]:
+    """Whether some source of prompts is of one of these kinds, or, without any, a file."""
+
+    def some(config: Config) -> bool:
+        data = config.data
+        own = (data.source, data.demonstrations) if _rl(config) else ()
+        named = {source.partition(":")[0] for source in (*own, data.eval_source) if source is not None}
+        return bool(named & {*kinds} if kinds else named - {"reasoning_gym", *PACKAGED})
+
+    return some
+
+
+def _learns_by(*objectives: str) -> Callable[[Config], bool]:
+    return lambda config: config.stage == "preference" and config.offline.objective in objectives
+
+
+def _corrects_by(*words: str) -> Callable[[Config], bool]:
+    return lambda config: bool({*words} & {*config.algorithm.correction})
+
+
+def _estimates_by(*advantages: str) -> Callable[[Config], bool]:
+    return lambda config: config.algorithm.advantage in advantages
+
+
+def _bounds_by(*objectives: str) -> Callable[[Config], bool]:
+    return lambda config: config.algorithm.objective in objectives
+
+
+_EVALUATED = "stage=rl, or data.eval_source for headway eval"
+_SAMPLED = "stage=rl, an offline.loop, or data.eval_source for headway eval"
+
+EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
+    # Stages.
+    ("algorithm.* queue.* critic.* reference.* reward_model.* lag.max_version_lag lag.policy lag.downweight* lag.ess_floor "
+     "learner.groups_per_step learner.steps_per_batch learner.bucket_mib run.no_progress_deadline_s run.save_rollouts "
+     "metrics.heartbeat_s metrics.traces data.demonstrations generation.replicas generation.*_replicas generation.drain_s "
+     "generation.answer_deadline_s generation.update_deadline_s", "stage=rl", _rl),
+    ("environment.* verifiers.* data.agents data.answer_field data.task_field data.template data.verifier data.num_prompts "
+     "data.params", _EVALUATED, _evaluates),
+    ("sampling.* generation.* lag.straggler_deadline_s", _SAMPLED, _samples),
+    ("judge.* data.prompt_field data.verifier_params", f"{_EVALUATED}, or offline.loop=self_rewarding", _judges),
+    ("offline.*", "another stage than rl", lambda c: not _rl(c)),
+    ("offline.objective offline.beta* offline.label_smoothing offline.*desirable_weight offline.orpo_coef offline.gamma",
+     "stage=preference", lambda c: c.stage == "preference"),
+    ("offline.reward offline.centring", "stage=reward_model", lambda c: c.stage == "reward_model"),
+    ("offline.centring", "offline.reward=outcome", lambda c: c.offline.reward == "outcome"),
+    ("offline.beta", "an offline.objective with beta", _learns_by("dpo", "ipo", "kto", "simpo", "beta_dpo")),
+    ("offline.label_smoothing", "offline.objective=dpo", _learns_by("dpo")),
+    ("offline.*desirable_weight", "offline.objective=kto", _learns_by("kto")),
+    ("offline.orpo_coef", "offline.objective=orpo", _learns_by("orpo")),
+    ("offline.gamma", "offline.objective=simpo", _learns_by("simpo")),
+    ("offline.beta_*", "offline.objective=beta_dpo", _learns_by("beta_dpo")),
+    ("offline.rounds offline.loop_prompts", "an offline.loop", lambda c: c.offline.loop != "none"),
+    ("offline.evaluate_every", "offline.held_out above 0", lambda c: c.offline.held_out > 0),
+    # Data.
+    ("data.answer_field data.task_field", "prompts from a file", _prompts_from()),
+    ("data.prompt_field", "prompts from a file", lambda c: c.offline.loop == "self_rewarding" or _prompts_from()(c)),
+    ("data.num_prompts data.params", "prompts from reasoning_gym", _prompts_from("reasoning_gym")),
+    ("data.verifier", "prompts that reasoning_gym does not score by itself",
+     lambda c: _prompts_from()(c) or _prompts_from(*PACKAGED)(c)),
+    ("environment.*", "environment.name", lambda c: c.environment.name is not None),
+    # Groups: those that are not started, and what others do not look at.
+    ("critic.*", "algorithm.advantage=gae", lambda c: c.algorithm.needs_critic),
+    ("critic.vtrace_cap", "critic.targets=vtrace", lambda c: c.critic.targets == "vtrace"),
+    ("reference.*", "an algorithm.kl", lambda c: c.algorithm.needs_reference),
+    ("reward_model.*", "reward_model.path", lambda c: c.reward_model.path is not None),
+    ("judge.*", "judge.model", lambda c: c.judge.model is not None or c.offline.loop == "self_rewarding"),
+    ("judge.model judge.replicas judge.cpus judge.labels judge.gpus judge.threads judge.dtype judge.gpu_memory_utilization",
+     "another judge than the model of a loop, which judges itself", _evaluates),
+    ("judge.vote", "judge.votes above 1", lambda c: c.judge.votes > 1),
+    ("judge.gpu_memory_utilization", "judge.gpus", lambda c: c.judge.gpus > 0),
+    ("judge.kv_cache_gib judge.threads", "a judge on CPUs (gpus=0)",
+     lambda c: (c.judge if c.offline.loop == "none" else c.generation).gpus == 0),
+    ("generation.gpu_memory_utilization", "generation.gpus", lambda c: c.generation.gpus > 0),
+    ("generation.kv_cache_gib generation.threads", "engines on CPUs (generation.gpus=0)", lambda c: c.generation.gpus == 0),
+    ("verifiers.http_*", "verifiers.http_url", lambda c: c.verifiers.http_url is not None),
+    ("verifiers.threads", "verifiers.processes instead", lambda c: False),
+    ("learner.lora_alpha", "learner.lora_rank", lambda c: c.learner.lora_rank > 0),
+    # The algorithm.
+    ("lag.downweight", "lag.policy=downweight", lambda c: c.lag.policy == "downweight"),
+    ("algorithm.overlong_penalty algorithm.reward_* algorithm.process_rewards", "an algorithm.advantage that looks at rewards",
+     lambda c: c.algorithm.advantage != "none"),
+    ("algorithm.gamma", "algorithm.advantage=gae, reinforce, reinforce_baseline or reinforce_pp",
+     _estimates_by("gae", "reinforce", "reinforce_baseline", "reinforce_pp")),
+    ("algorithm.gae_lambda", "algorithm.advantage=gae", _estimates_by("gae")),
+    ("algorithm.branches", "algorithm.advantage=vine", _estimates_by("vine")),
+    ("algorithm.step_separator algorithm.max_steps", "algorithm.advantage=vine or algorithm.process_rewards",
+     lambda c: c.algorithm.advantage == "vine" or c.algorithm.process_rewards),
+    ("algorithm.ratio algorithm.ratio_mix algorithm.clip_* algorithm.staleness_adaptive",
+     "algorithm.objective=clip, cispo or masked", _bounds_by("clip", "cispo", "masked")),
+    ("algorithm.ratio_mix", "algorithm.ratio=mixed", lambda c: c.algorithm.ratio == "mixed"),
+    ("algorithm.dual_clip", "algorithm.objective=clip", _bounds_by("clip")),
+    ("algorithm.trust_region_kl algorithm.cg_*", "algorithm.objective=trpo", _bounds_by("trpo")),
+    ("algorithm.ess_lr learner.learning_rate learner.warmup_steps learner.weight_decay learner.adam_betas learner.max_grad_norm",
+     "another algorithm.objective than trpo, whose steps have a size of their own",
+     lambda c: not _rl(c) or c.algorithm.objective != "trpo"),
+    ("algorithm.correction_cap", "tis_token or tis_sequence in algorithm.correction",
+     lambda c: _corrects_by("tis_token", "tis_sequence")(c)
+     or (c.algorithm.kl == "loss" and c.algorithm.old_policy == "behavior")),
+    ("algorithm.mis_token_*", "mis_token in algorithm.correction", _corrects_by("mis_token")),
+    ("algorithm.mis_sequence_*", "mis_sequence in algorithm.correction", _corrects_by("mis_sequence")),
+    ("algorithm.veto_below", "veto in algorithm.correction", _corrects_by("veto")),
+    ("algorithm.off_policy_delta", "off_policy_mask in algorithm.correction", _corrects_by("off_policy_mask")),
+    ("algorithm.rejected_in_denominator", "a rejecting word in algorithm.correction",
+     _corrects_by("mis_token", "mis_sequence", "veto", "off_policy_mask")),
+    ("algorithm.kl_estimator algorithm.kl_coef", "an algorithm.kl", lambda c: c.algorithm.kl != "none"),
+    ("algorithm.kl_horizon", "algorithm.kl_target", lambda c: c.algorithm.kl_target is not None),
+    ("algorithm.reference_decay", "algorithm.reference_refresh_steps", lambda c: c.algorithm.reference_refresh_steps > 0),
+    ("algorithm.sft_rows", "algorithm.sft_coef", lambda c: c.algorithm.sft_coef > 0),
+    ("algorithm.dynamic_sampling_tries", "algorithm.dynamic_sampling", lambda c: c.algorithm.dynamic_sampling),
+)  # fmt: skip
+"""Keys (patterns), what they need to have an effect, and whether it is there. Keys that are in no row always have one."""
+
+
+def without_effect(config: Config) -> dict[str, str]:
+    """What each key would need that is not as it is by itself and that this run does not look at. What a preset chooses is
+    as it is by itself."""
+    by_itself, preset = type(config)(), Algorithm(preset=config.algorithm.preset)
+    found: dict[str, str] = {}
+    for section, values in config:
+        if not isinstance(values, Section):
+            continue
+        for name, value in values:
+            chosen = section == "algorithm" and name != "preset" and value == getattr(preset, name)
+            if chosen or value == getattr(getattr(by_itself, section), name):
+                continue
+            key = f"{section}.{name}"
+            for patterns, needs, holds in EFFECTS:
+                if any(fnmatchcase(key, pattern) for pattern in patterns.split()) and not holds(config):
+                    found[key] = needs
+                    break
     return found

@@ -146,7 +146,22 @@ def write(tmp_path: Path, text: str) -> Path:
             ["sampling.top_p=0.9", "algorithm.correction=none", "algorithm.staleness_adaptive=0.5"],
             "the engine renormalises over the nucleus",
         ),
-        ("run: [1]\n", [], "run="),
+        ("run: [1]\n", [], r"section 'run' .*:1\) holds \[1\]; put keys below it"),
+        (
+            "learner:\nrun: {steps: 3}\n",
+            [],
+            "section 'learner' .*:1.* holds None; put keys below it, or leave it out",
+        ),
+        ("run: {steps: 3}\nlag: {}\nrun: {name: x}\n", [], "key 'run' is there twice .*:1 and 3"),
+        ("lag.max_version_lag: 2\n", [], "is in one piece; write 'max_version_lag' below 'lag:'"),
+        ("generation: {gpu: 1}\n", [], "did you mean 'generation.gpus'"),
+        ("generation: {group_size: 4}\n", [], "did you mean 'sampling.group_size'"),
+        ("{}", ["lag..x=1"], "expected section.key=value"),
+        (
+            "{}",
+            ["reference.gpus=2.5"],
+            "reference.gpus=2.5: a replica has whole GPUs or a part of one; set reference.gpus=2 or 3",
+        ),
         ("- a\n", [], "must hold sections"),
         ("run: {\n", [], "is not YAML"),
     ],
@@ -156,6 +171,13 @@ def test_a_mistake_is_refused_with_its_place_and_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(write(tmp_path, text), overrides)
+
+
+def test_a_configuration_is_text(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes("run: {name: ä}".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"c.yaml is no text in UTF-8: .* at byte 12"):
+        load_config(path)
 
 
 def test_overrides_win_and_numbers_in_exponent_notation_are_numbers(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,28 @@ def test_other_data_or_another_algorithm_is_refused(tmp_path: Path, change: dict
 
 
 def test_a_checkpoint_without_its_configuration_is_no_match(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no readable config.json"):
+        check_same_run(Config(), tmp_path)
+
+
+def test_a_key_that_is_newer_than_the_run_was_as_it_is_by_itself(tmp_path: Path) -> None:
+    tree = json.loads(dump_config(parse_config({"algorithm": {"preset": "dapo"}})))
+    del tree["lag"]["policy"], tree["algorithm"]["clip_high"], tree["judge"]
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    dapo = {"algorithm": {"preset": "dapo"}}
+    check_same_run(parse_config(dapo), tmp_path)
+    with pytest.raises(ConfigError, match=r"but lag.policy was 'pace', is 'drop'; set"):
+        check_same_run(parse_config({**dapo, "lag": {"policy": "drop"}}), tmp_path)
+    with pytest.raises(ConfigError, match=r"but algorithm.clip_high was 0.28, is 0.3; set"):
+        check_same_run(parse_config({"algorithm": {"preset": "dapo", "clip_high": 0.3}}), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tree | {"gone": {"away": 1}}))
+    with pytest.raises(ConfigError, match=r"but gone.away was 1, is None; set"):
+        check_same_run(parse_config(dapo), tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"run": {}, "model": {}, "data": {}}'])
+def test_what_is_no_configuration_of_a_run_is_no_match(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"holds no readable config.json"):
         check_same_run(Config(), tmp_path)
 
