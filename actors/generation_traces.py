@@ -92,10 +92,10 @@ def remove_traces(places: str) -> None:
             record = json.loads(path.read_text())
         except FileNotFoundError:
             continue  # another engine that starts has just removed it
-        if _lives(record["author"]):
+        if lives(record["author"]):
             continue
         for process in record["processes"]:
-            if _lives(process):
+            if lives(process):
                 os.kill(process[0], signal.SIGKILL)
         for file in record["files"]:
             Path(file).unlink(missing_ok=True)
@@ -113,7 +113,7 @@ def _process(pid: int) -> Process | None:
     return None if fields[0] in "ZX" else (pid, int(fields[19]))
 
 
-def _lives(process: list[int]) -> bool:
+def lives(process: list[int]) -> bool:
     found = _process(process[0])
     return found is not None and list(found) == process
 

@@ -86,7 +86,9 @@ class JudgeActor:
                 dtype=settings.dtype,  # pyright: ignore[reportArgumentType]
                 seed=self._config.run.seed,
                 enforce_eager=on_cpu,
-                tensor_parallel_size=max(1, int(settings.gpus)),
+                tensor_parallel_size=(size := max(1, int(settings.gpus))),
+                # By itself it would start its workers through Ray, in the placement group, all of which this actor has.
+                distributed_executor_backend="mp" if size > 1 else None,
                 max_model_len=settings.max_model_len,
                 max_num_seqs=settings.max_concurrent_requests,
                 # A seeded request whose prefill is split rewinds its generator, which CPU generators cannot do.

@@ -23,6 +23,7 @@ CLUSTER_FILE = "cluster.json"
 ANSWER_DEADLINE_S = 30.0
 """A driver that does not answer for this long is taken for dead."""
 CALL_DEADLINE_S = 10.0
+SMALLEST_GPU_SHARE = 0.01
 
 
 class Mailbox:
@@ -70,8 +71,11 @@ class Mailbox:
             del self._answers[ticket]
 
 
-def scale(target: str | None, address: str | None, group: str, replicas: int) -> dict[str, Any]:
-    """Asks a running run for another number of replicas of a group; returns the driver's answer.
+def scale(
+    target: str | None, address: str | None, group: str, replicas: int, gpus: float | None = None
+) -> dict[str, Any]:
+    """Asks a running run for another number of replicas of a group, and for engines with another number of `gpus` each
+    (None: as many as now); returns the driver's answer.
 
     `target`: a run folder, or a run's name; None: the only run on the cluster. `address`: of the cluster; None: the
     one that the run folder names, else RAY_ADDRESS, else the one on this machine. Raises `UserError` for a target that
@@ -80,7 +84,14 @@ def scale(target: str | None, address: str | None, group: str, replicas: int) ->
     """
     if replicas < 1:
         raise UserError(f"{group}={replicas}: a run needs at least one")
-    return request(target, address, "scale", (group, replicas))
+    if gpus is not None and group != "generation":
+        raise UserError(f"--gpus-per-replica is for generation: {group} keeps the GPUs that it has")
+    if gpus is not None and (not gpus >= SMALLEST_GPU_SHARE or (gpus > 1 and gpus % 1)):
+        raise UserError(
+            f"--gpus-per-replica {gpus:g}: an engine takes a part of one GPU, at least {SMALLEST_GPU_SHARE:g}, or a whole "
+            "number of them"
+        )
+    return request(target, address, "scale", (group, replicas, gpus))
 
 
 def request(target: str | None, address: str | None, kind: str, value: Any) -> dict[str, Any]:

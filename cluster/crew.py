@@ -7,7 +7,7 @@ awaits it does. What is passed on as `Any` is opaque to the driver: references t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,11 +51,40 @@ class EngineReport:
     updates: list[Update]
 
 
+NODE_DEADLINE_S = 900.0
+"""For an autoscaler to bring a node; Ray's own launcher gives one as long to start."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """The engines that a run is to have."""
+
+    replicas: int
+    gpus: float
+    """Of each: a part of one, or whole ones that share the model (tensor parallel)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shortage:
+    """The resources of a replica are asked for, and not there."""
+
+    awaited: str
+    """What it waits for."""
+    may_grow: bool
+    """Whether an autoscaler may bring a node for it."""
+
+
 class Crew(Protocol):
     """The actors of one run."""
 
-    async def open(self) -> None:
-        """Waits for the resources of every group and creates all actors but the engines. Raises `ClusterError`."""
+    @property
+    def placement_deadline_s(self) -> float:
+        """Longest wait for the resources of one replica: the configured one, or what an autoscaler may take for a node."""
+        ...
+
+    async def open(self, fleet: Fleet | None = None) -> None:
+        """Waits for the resources of every group and creates all actors but the engines, which will be `fleet`; None: those
+        of the configuration. Raises `ClusterError`."""
         ...
 
     async def close(self) -> None:
@@ -99,7 +128,7 @@ class Crew(Protocol):
 
     async def next_request(self) -> tuple[int, str, Any]:
         """The next request that someone made of this run, as (ticket, kind, value). Waits for as long as there is
-        none. Kind `scale`: the value is (group, replicas that the run is to have)."""
+        none. Kind `scale`: the value is (group, replicas that the run is to have), and for engines GPUs of each."""
         ...
 
     async def answer(self, ticket: int, value: Any) -> None:
@@ -131,9 +160,26 @@ class Crew(Protocol):
 
     # engines
 
+    async def place_engine(self, replica: int, gpus: float) -> Shortage | None:
+        """Asks for the resources of an engine, ending the one that was in this place; None when they are there. Raises
+        `ClusterError` when no node could hold it and none will come."""
+        ...
+
     async def start_engine(self, replica: int) -> int:
-        """Starts an engine in this place, ending the one that was there; returns its incarnation. It serves nothing
-        before the first `update_engine`. Raises `ClusterError` when the cluster has no room for it."""
+        """Starts an engine in this place, ending the one that was there, with what `place_engine` asked for, or as the
+        configuration has it; returns its incarnation. It serves nothing before the first `update_engine`. Raises
+        `ClusterError` when the cluster has no room for it."""
+        ...
+
+    async def in_the_way(
+        self, replica: int, leaving: Collection[int], others: Sequence[int]
+    ) -> list[int] | None:
+        """Which of the engines `others`, the first ones first, have to leave besides those that do already, so that this
+        one gets what `place_engine` asked for; None when it would not get it without all of them."""
+        ...
+
+    async def check_fleet(self, fleet: Fleet) -> None:
+        """Raises `ClusterError` when these engines could not run in place of those that there are, and no node will come."""
         ...
 
     async def update_engine(self, replica: int, release: Release) -> None:

@@ -14,6 +14,7 @@ from headway.cluster.groups import Groups
 from headway.cluster.queue import Receipt
 from headway.cluster.state import Engine, Group
 from headway.cluster.supervisor import Supervisor
+from headway.cluster.traces import Traces, traced
 from headway.cluster.watch import Waits
 from headway.core.config import Config
 from headway.core.errors import ActorDied, HandedBack, RolloutFailed, Starved, StoreFull
@@ -51,6 +52,7 @@ class Dispatcher:
         engines: Engines,
         supervisor: Supervisor,
         on_no_signal: Callable[[], None],
+        traces: Traces | None = None,
     ) -> None:
         self._config = config
         self._crew = crew
@@ -63,6 +65,7 @@ class Dispatcher:
         self._engines = engines
         self._supervisor = supervisor
         self._on_no_signal = on_no_signal
+        self._traces = traces
         self.version = 0
         """The learner's."""
         self.stopping = False
@@ -130,6 +133,8 @@ class Dispatcher:
     async def _roll(self, group: Group, engine: Engine) -> None:
         """One group to its end. It goes on at another engine when its own leaves, and starts over when an actor dies
         under it. The engine already counts it."""
+        if self._traces is not None:
+            self._traces.follow(group)
         kept: Any = None
         pause_s = 0.0
         deaths: Counter[str] = Counter()
@@ -164,7 +169,8 @@ class Dispatcher:
                     reason = "generation_failed" if death.role == "generation" else "verifier_failed"
                     self._fail(group, reason, death)
                     return
-            engine = await self._another(group)
+            with traced("wait_for_engine"):
+                engine = await self._another(group)
             self._engines.take(engine)
             if kept is None:
                 assert engine.version is not None
@@ -179,13 +185,14 @@ class Dispatcher:
         left = self._left_s(group)
         request = group_request(config, group.group_id, prompt, deadline_s=left)
         rows = self._crew.sample(engine.replica, request, kept)
-        await self._waits.within(
-            self._crew.sampled(rows),
-            who=f"group {group.group_id}",
-            what=f"engine {engine.replica}",
-            stage="group",
-            deadline_s=left + GRACE_S,
-        )
+        with traced("generate", replica=engine.replica, version=engine.version):
+            await self._waits.within(
+                self._crew.sampled(rows),
+                who=f"group {group.group_id}",
+                what=f"engine {engine.replica}",
+                stage="group",
+                deadline_s=left + GRACE_S,
+            )
         return rows
 
     async def _store(self, group: Group, rows: Any, deaths: Counter[str]) -> Receipt:
@@ -195,13 +202,14 @@ class Dispatcher:
         while True:
             queue = self._crew.incarnation("queue", 0)
             try:
-                receipt = await self._waits.within(
-                    self._crew.put(rows),
-                    who=f"group {group.group_id}",
-                    what="its scorers and the queue",
-                    stage="group",
-                    deadline_s=left + GRACE_S,
-                )
+                with traced("score"):
+                    receipt = await self._waits.within(
+                        self._crew.put(rows),
+                        who=f"group {group.group_id}",
+                        what="its scorers and the queue",
+                        stage="group",
+                        deadline_s=left + GRACE_S,
+                    )
                 if queue == self._crew.incarnation("queue", 0) and queue > self._supervisor.dead_queue:
                     return receipt
             except StoreFull as failure:
@@ -259,6 +267,8 @@ class Dispatcher:
 
     def _finish(self, group: Group, receipt: Receipt) -> None:
         reason = self._groups.finish(group, receipt, self.version)
+        if warning := self._groups.monotony.warning():
+            self._say(f"warning: {warning}")
         if reason is not None:
             self.drop(group, reason)
             self._on_no_signal()

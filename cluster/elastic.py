@@ -1,9 +1,14 @@
 """The controllers of elastic groups: how many groups of rollouts an engine may hold, how many engines the run is to
-have, and how many replicas of a scorer. Pure: no clock, no Ray."""
+have, how many replicas of a scorer, and where there is room for engines of another size. Pure: no clock, no Ray."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+
+Bundle = Mapping[str, float]
+"""Amounts by resource."""
 
 DECREASE = 0.7
 FULL = 0.97
@@ -156,3 +161,57 @@ class Backlog:
             self._sparse = 0
             return replicas - 1
         return replicas
+
+
+ROUNDING = 1e-6
+"""Of sums of parts of a GPU."""
+
+
+def fitting(bundle: Bundle, free: Mapping[str, Bundle]) -> int:
+    """How many of these bundles fit, each on one node, and a part of a GPU on one GPU. `free`: by node."""
+
+    def on(node: Bundle) -> int:
+        numbers = [math.floor(node.get(key, 0.0) / amount + ROUNDING) for key, amount in bundle.items()]
+        if 0 < (part := bundle.get("GPU", 0.0)) < 1:
+            whole, rest = divmod(node.get("GPU", 0.0) + ROUNDING, 1)
+            numbers.append(int(whole) * math.floor(1 / part + ROUNDING) + math.floor(rest / part + ROUNDING))
+        return min(numbers)
+
+    return sum(on(node) for node in free.values())
+
+
+def in_the_way(
+    bundle: Bundle,
+    free: Mapping[str, Bundle],
+    held: Mapping[int, tuple[str, Bundle]],
+    leaving: Collection[int],
+    others: Sequence[int],
+) -> list[int] | None:
+    """Which of the engines `others` have to leave so that this bundle fits on a node: as few as there is a choice, the
+    first ones first. `free`: by node; `held`: node and bundle of engines that have a place; those that are `leaving` count
+    as gone. None when it would not fit without all of them."""
+    best: list[int] | None = None
+    for node, has in free.items():
+        there = {replica: own for replica, (place, own) in held.items() if place == node}
+        room = _sum(has, *(own for replica, own in there.items() if replica in leaving))
+        gone: list[int] = []
+        for replica in others:
+            if fitting(bundle, {node: room}):
+                break
+            if replica in there:
+                room = _sum(room, there[replica])
+                gone.append(replica)
+        if fitting(bundle, {node: room}) and (best is None or len(gone) < len(best)):
+            best = gone
+    return best
+
+
+def _sum(*bundles: Bundle) -> Bundle:
+    return {key: sum(each.get(key, 0.0) for each in bundles) for key in set().union(*bundles)}
+
+
+def freed(free: Mapping[str, Bundle], held: Mapping[int, tuple[str, Bundle]]) -> dict[str, Bundle]:
+    """What would be free on each node without these engines."""
+    return {
+        node: _sum(has, *(own for place, own in held.values() if place == node)) for node, has in free.items()
+    }

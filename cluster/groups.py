@@ -18,6 +18,39 @@ from headway.core.config import Config
 from headway.core.errors import NoSignal
 from headway.core.metrics import Recorder
 
+MONOTONOUS = 200
+"""Responses in a row with one reward after which a run is warned."""
+
+
+class Monotony:
+    """Responses in a row that all have the same reward, and what their verdicts say."""
+
+    def __init__(self) -> None:
+        self._rewards: set[float] = set()
+        self._reasons: Counter[str] = Counter()
+        self._is_told = False
+
+    def see(self, receipt: Receipt) -> None:
+        if len(self._rewards | set(receipt.rewards)) > 1:
+            self.__init__()
+        else:
+            self._rewards.update(receipt.rewards)
+            self._reasons.update(receipt.reasons)
+
+    def shares(self) -> str:
+        """Of the reasons, the most frequent first."""
+        total = self._reasons.total()
+        return ", ".join(f"{reason} {count / total:.0%}" for reason, count in self._reasons.most_common(5))
+
+    def warning(self) -> str | None:
+        """Once for each such row."""
+        total = self._reasons.total()
+        if self._is_told or total < MONOTONOUS:
+            return None
+        self._is_told = True
+        what = f"have reward {next(iter(self._rewards)):g}" if self._rewards else "are unscored"
+        return f"all {total} responses in a row {what} ({self.shares()}): nothing is learnt from them"
+
 
 class Groups:
     """What every group of the run came to. Decides nothing about time or actors."""
@@ -43,6 +76,7 @@ class Groups:
             group_bytes=group_bytes(self._responses, longest_prompt, config.sampling.max_new_tokens),
         )
         self.audit = Audit()
+        self.monotony = Monotony()
         self.lag_bound = LagBound(
             config.lag.max_version_lag, config.lag.ess_floor, config.learner.steps_per_batch - 1
         )
@@ -156,6 +190,7 @@ class Groups:
         self._enter_queue(receipt)
         self._recorder.inc("headway_groups_total", label="finished")
         self._recorder.observe("headway_sampled_response_tokens", receipt.response_lengths)
+        self.monotony.see(receipt)
         if receipt.num_scored < min(2, self._config.sampling.group_size):
             return "verifier_failed" if receipt.num_scored == 0 else "group_too_small"
         if not self._config.algorithm.dynamic_sampling:
@@ -241,7 +276,9 @@ class Groups:
             return None
         rewards = ", ".join(f"{count} at {reward:g}" for reward, count in self._without_signal.most_common(3))
         return NoSignal(
-            f"{limit} groups in a row had equal rewards ({rewards}): nothing to learn at version {version}; give harder "
+            f"{limit} groups in a row had equal rewards ({rewards}): nothing to learn at version {version}"
+            + (f" (verdicts: {shares})" if (shares := self.monotony.shares()) else "")
+            + "; give harder "
             "or easier prompts (data), raise sampling.group_size or algorithm.dynamic_sampling_tries, or set "
             "algorithm.dynamic_sampling=false; --resume goes on from here"
         )

@@ -338,7 +338,7 @@ class LoopRun:
 
         self.say(f"round {number}: sampling from {model}")
         try:
-            opening_s = config.cluster.placement_deadline_s + 2 * config.generation.start_deadline_s
+            opening_s = crew.placement_deadline_s + 2 * config.generation.start_deadline_s
             await within(crew.start_engine(0), "the engine", "start", opening_s)
             shown_at = time.monotonic()
             await all_of(one(index, prompt) for index, prompt in prompts.items())

@@ -11,7 +11,8 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version as package_version
 from inspect import getmembers, iscoroutinefunction
@@ -26,8 +27,11 @@ from ray._private.authentication.authentication_token_setup import (
 from ray._private.authentication.grpc_authentication_client_interceptor import (
     _get_authentication_metadata_tuple as metadata_with_token,
 )
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.services import canonicalize_bootstrap_address
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RaySystemError
+from ray._private.state import available_resources_per_node
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, OutOfMemoryError, RayError, RaySystemError
+from ray.experimental.internal_kv import _internal_kv_get
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -36,6 +40,9 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from headway.cluster import code
+from headway.cluster.crew import NODE_DEADLINE_S, Fleet, Shortage
+from headway.cluster.elastic import Bundle, fitting, freed, in_the_way
 from headway.core.config import Config
 from headway.core.errors import ClusterError, StoreFull
 from headway.core.sections import Resources
@@ -46,6 +53,10 @@ SMALLEST_CPU_SHARE = 0.01  # a placement-group bundle must ask for something
 SPARE_ENGINES = 4
 """Engines that `headway scale` may add to a run on a Ray instance of its own."""
 POLL_S = 0.1
+ROOM_S = 2.0
+"""A group that has no place by then has to wait for one."""
+CODE_DEADLINE_S = 60.0
+"""For a node to say which code it has."""
 FAILURE_DETECTION = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
@@ -56,6 +67,11 @@ FAILURE_DETECTION = {
 take a node for gone whose cores are all busy."""
 CONTROL = "control"
 """Name of a run's mailbox in its namespace."""
+FRAGMENTS = (
+    "; a part of a GPU is taken from one GPU, and what the others leave of each is too little: set gpus so that whole GPUs are "
+    "divided without rest"
+)
+SHOWN_NODES = 8
 
 
 def namespace(run_name: str) -> str:
@@ -94,6 +110,11 @@ def needs(config: Config) -> list[Need]:
     return sorted(groups, key=lambda need: -need.bundle.get("GPU", 0))
 
 
+def demanding_first(groups: Iterable[Need]) -> list[Need]:
+    """In the order in which they take their places: those that the fewest nodes can hold first."""
+    return sorted(groups, key=lambda n: (-n.bundle.get("GPU", 0), -len(n.labels), -n.bundle["CPU"]))
+
+
 def _need(role: str, replicas: int, resources: Resources) -> Need:
     bundle = {"CPU": max(resources.cpus, SMALLEST_CPU_SHARE)}
     if resources.gpus:
@@ -107,6 +128,7 @@ def connect(config: Config) -> None:
     address, run = config.cluster.address, namespace(config.run.name)
     if address != "local":
         join(address, run)
+        code.check_sent(ray.util.get_node_ip_address())
         return
     # CPUs of an instance of our own are tickets, not silicon: a small machine may share its cores, and engines that
     # come later need tickets too. GPUs are what the machine has.
@@ -147,8 +169,11 @@ def join(address: str, run: str, **options: Any) -> None:
     os.chdir(neutral)
     try:
         ray.init(address=address, namespace=run, log_to_driver=False, logging_level=logging.ERROR, **options)
-    except (ConnectionError, RuntimeError) as error:
-        raise ClusterError(f"cannot join the Ray cluster at {address!r}: {str(error).strip()}") from error
+    except Exception as error:  # Ray raises whatever its parts do, and plain ones of its own
+        ray.shutdown()  # what it had started by then
+        what = "start Ray" if address == "local" else f"join the Ray cluster at {address!r}"
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        raise ClusterError(f"cannot {what}: {reason or type(error).__name__}") from error
     finally:
         os.chdir(before)
 
@@ -196,32 +221,152 @@ def wants_token(address: str, metadata: tuple[tuple[str, str], ...] = ()) -> boo
 
 
 def check_resources(config: Config) -> None:
-    """Fits every replica onto the nodes that are alive. Raises `ClusterError` naming what is missing."""
-    nodes = [
-        (dict(node["Resources"]), dict(node.get("Labels") or {})) for node in ray.nodes() if node["Alive"]
-    ]
-    total = {key: sum(free.get(key, 0) for free, _ in nodes) for key in ("CPU", "GPU")}
+    """Fits every replica onto the nodes that are alive. Raises `ClusterError` naming what is missing, unless the autoscaler
+    may add it."""
+    nodes = [(node["Resources"], node.get("Labels") or {}) for node in ray.nodes() if node["Alive"]]
+    faults = shortfalls(config, nodes)
+    if faults and not can_grow(_autoscaler_report(), (labels for _, labels in nodes)):
+        raise ClusterError("\n".join(faults))
+
+
+def shortfalls(config: Config, nodes: Iterable[tuple[Mapping[str, float], Mapping[str, str]]]) -> list[str]:
+    """What these nodes (their resources and labels) lack for every replica to fit, a line for each group."""
+    rooms = [_Room.of(resources, labels) for resources, labels in nodes]
+    total = {"CPU": sum(room.cpus for room in rooms), "GPU": sum(sum(room.gpus) for room in rooms)}
     faults = []
-    for need in needs(config):
+    for need in demanding_first(needs(config)):
         placed = 0
-        for _ in range(need.replicas):
-            for free, labels in nodes:
-                fits = all(free.get(key, 0) >= amount for key, amount in need.bundle.items())
-                if fits and need.labels.items() <= labels.items():
-                    for key, amount in need.bundle.items():
-                        free[key] -= amount
-                    placed += 1
-                    break
+        while placed < need.replicas and any(room.take(need) for room in sorted(rooms, key=_Room.rest)):
+            placed += 1
         if placed < need.replicas:
             each = " + ".join(f"{amount:g} {key}" for key, amount in need.bundle.items())
             where = f" on nodes labelled {need.labels}" if need.labels else ""
             faults.append(
                 f"group '{need.role}' needs {need.replicas} x ({each}){where}, only {placed} fit: the cluster has "
-                f"{total['GPU']:g} GPU and {total['CPU']:g} CPU on {len(nodes)} node(s); "
+                f"{total['GPU']:g} GPU and {total['CPU']:g} CPU on {len(rooms)} node(s); "
                 f"lower {need.role}.replicas, {need.role}.gpus or {need.role}.cpus, or add nodes"
+                + (FRAGMENTS if any(room.is_in_fragments(need) for room in rooms) else "")
             )
+    return faults
+
+
+@dataclass(kw_only=True, slots=True)
+class _Room:
+    """What is free on a node."""
+
+    cpus: float
+    gpus: list[float]
+    """Of each GPU."""
+    labels: Mapping[str, str]
+
+    @classmethod
+    def of(cls, resources: Mapping[str, float], labels: Mapping[str, str]) -> _Room:
+        gpus = [1.0] * int(resources.get("GPU", 0))
+        return cls(cpus=resources.get("CPU", 0.0), gpus=gpus, labels=labels)
+
+    def rest(self) -> tuple[float, float]:
+        """The smallest is filled first: what needs no GPU leaves them to others."""
+        return sum(self.gpus), self.cpus
+
+    def take(self, need: Need) -> bool:
+        """Room for one replica, if there is: whole GPUs, or a part of the one that has least to spare."""
+        amount = need.bundle.get("GPU", 0.0)
+        number, part = math.ceil(amount), min(1.0, amount)
+        fitting = sorted((free, gpu) for gpu, free in enumerate(self.gpus) if free >= part)[:number]
+        if not self._can_hold(need) or len(fitting) < number:
+            return False
+        self.cpus = round(self.cpus - need.bundle["CPU"], 6)
+        for free, gpu in fitting:
+            self.gpus[gpu] = round(free - part, 6)
+        return True
+
+    def _can_hold(self, need: Need) -> bool:
+        return self.cpus >= need.bundle["CPU"] and need.labels.items() <= self.labels.items()
+
+    def is_in_fragments(self, need: Need) -> bool:
+        """Whether enough is free of its GPUs together, and too little of each."""
+        amount = need.bundle.get("GPU", 0.0)
+        return (
+            0 < amount <= sum(self.gpus)
+            and self._can_hold(need)
+            and not replace(self, gpus=[*self.gpus]).take(need)
+        )
+
+
+def can_grow(report: Mapping[str, str] | None, labels: Iterable[Mapping[str, str]]) -> bool:
+    """Whether an autoscaler may add nodes. `report`: the type of each node by its id, as Ray's first autoscaler tells it; it
+    runs on every cluster that has no other, and where it can add none each node is a type of its own. The second one tells
+    nothing; the nodes that it starts are labelled with their group."""
+    if report is not None:
+        return any(kind != f"node_{node}" for node, kind in report.items())
+    return any("ray.io/node-group" in own for own in labels)
+
+
+def _may_grow() -> bool:
+    """Whether an autoscaler may add nodes to this cluster."""
+    alive = (node for node in ray.nodes() if node["Alive"])
+    return can_grow(_autoscaler_report(), (node.get("Labels") or {} for node in alive))
+
+
+def _autoscaler_report() -> dict[str, str] | None:
+    status = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
+    if status is None:
+        return None
+    return (json.loads(status).get("autoscaler_report") or {}).get("node_type_mapping")
+
+
+def check_code(config: Config) -> None:
+    """The driver's node and every node that can carry a replica must run the driver's code. Raises `ClusterError` naming
+    those that do not."""
+    groups, own = needs(config), ray.get_runtime_context().get_node_id()
+
+    def can_carry(node: dict[str, Any]) -> bool:
+        return node["NodeID"] == own or any(
+            need.labels.items() <= (node.get("Labels") or {}).items()
+            and all(node["Resources"].get(key, 0) >= amount for key, amount in need.bundle.items())
+            for need in groups
+        )
+
+    def look() -> str | None:
+        """Runs where headway may be missing, so it stands for itself."""
+        try:
+            from headway.cluster.code import here
+        except ImportError:
+            return None
+        return here()
+
+    remote: Any = ray.remote(num_cpus=0, max_retries=0)(look)
+    nodes = [node for node in ray.nodes() if node["Alive"] and can_carry(node)]
+    asked = [
+        remote.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote()
+        for node in nodes
+    ]
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=CODE_DEADLINE_S)
+    faults = []
+    for node, question in zip(nodes, asked, strict=True):
+        if question not in answered:
+            continue  # its actors look again
+        try:
+            found: Any = ray.get(question)
+        except RayError:  # the node has just died
+            continue
+        if found != code.here():
+            faults.append(code.difference(found, code.here(), node["NodeManagerAddress"]))
     if faults:
         raise ClusterError("\n".join(faults))
+
+
+def _free_by_node() -> list[dict[str, float]]:
+    """The node with the most GPUs and CPUs first."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    found = [
+        {key: free.get(key, 0.0) for key in ("CPU", "GPU")}
+        for node, free in available_resources_per_node().items()
+        if node in alive
+    ]
+    return sorted(found, key=lambda free: (-free["GPU"], -free["CPU"]))
 
 
 def store_table(table: pa.Table) -> Any:
@@ -234,6 +379,8 @@ def store_table(table: pa.Table) -> Any:
 
 def short_reason(error: object) -> str:
     """The one line of an error that says what happened."""
+    if isinstance(error, OutOfMemoryError):  # the first of a page
+        return str(error).partition(".")[0]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1].partition(" Worker exit type:")[0][:300].rstrip(".") if lines else type(error).__name__
 
@@ -274,24 +421,54 @@ class Placement:
     back."""
 
     def __init__(self, config: Config, folder: Path) -> None:
+        self._config = config
         self._run = config.run.name
+        # A Ray of its own starts its workers from this very installation, which someone may edit while the run goes on.
+        self._is_own = config.cluster.address == "local"
+        self._code = package_version("headway") if self._is_own else code.here()
         self._deadline_s = config.cluster.placement_deadline_s
         self._needs = {need.role: need for need in needs(config)}
         self._logs = folder / "logs"
         self._groups: dict[str, PlacementGroup] = {}
         """By name: `learner`, or `ROLE-REPLICA`."""
+        self._may_grow = ray.is_initialized() and _may_grow()
+        """What was found when someone last asked for something."""
+
+    @property
+    def deadline_s(self) -> float:
+        """Longest wait for resources; an autoscaler is given time to bring a node."""
+        return max(self._deadline_s, NODE_DEADLINE_S) if self._may_grow else self._deadline_s
+
+    def expect(self, fleet: Fleet) -> None:
+        """Before `reserve`: the engines that there are to be."""
+        need = self._with_gpus("generation", fleet.gpus)
+        self._needs["generation"] = replace(need, replicas=fleet.replicas)
+
+    def _with_gpus(self, role: str, gpus: float | None) -> Need:
+        need = self._needs[role]
+        if gpus is None:
+            return need
+        return replace(need, bundle={"CPU": need.bundle["CPU"], **({"GPU": gpus} if gpus else {})})
 
     async def reserve(self) -> None:
-        """Waits for the resources of every role but the engines'. Raises `ClusterError` after the placement deadline."""
-        for need in self._needs.values():
-            if need.role == "learner":
-                self._groups["learner"] = await self._ask_for("learner", need, need.replicas)
-            elif need.role != "generation":
-                for replica in range(need.replicas):
-                    name = f"{need.role}-{replica}"
-                    self._groups[name] = await self._ask_for(name, need, 1)
-        for name in list(self._groups):
-            await self._placed(name)
+        """Waits for the resources of every role, and of the engines that the run starts with. Raises `ClusterError` after the
+        placement deadline, and where a node runs other code.
+
+        Ray puts a group wherever it fits, one without GPUs on the only node that has some. So the others come first."""
+        if not self._is_own:
+            await asyncio.to_thread(check_code, self._config)
+        needs = demanding_first(self._needs.values())
+        choosy = [need for need in needs if "GPU" in need.bundle or need.labels]
+        for wave in (choosy, [need for need in needs if need not in choosy]):
+            asked: list[str] = []
+            for need in wave:
+                together = need.role == "learner"
+                for replica in range(1 if together else need.replicas):
+                    name = "learner" if together else f"{need.role}-{replica}"
+                    self._groups[name] = await self._ask_for(name, need, need.replicas if together else 1)
+                    asked.append(name)
+            for name in asked:
+                await self._placed(name)
 
     async def reserve_one(self, role: str, replica: int) -> None:
         """Waits for the resources of one replica: those that it has, if it has any, moved to another node when theirs is
@@ -305,36 +482,115 @@ class Placement:
             self.release_one(role, replica)
             raise
 
+    async def ask_one(self, role: str, replica: int, gpus: float | None = None) -> Shortage | None:
+        """Asks for the resources of one replica: those that it has, unless they are to have other `gpus`. Returns what they
+        wait for, None once they are there. Raises `ClusterError` when no node could hold them and none will come, and then
+        holds none."""
+        name, need = f"{role}-{replica}", self._with_gpus(role, gpus)
+        group = self._groups.get(name)
+        if group is not None and gpus is not None and _gpus(group) != gpus:
+            self.release_one(role, replica)
+        self._may_grow = await asyncio.to_thread(_may_grow)
+        bundle = " + ".join(f"{amount:g} {key}" for key, amount in need.bundle.items())
+        where = f" on a node labelled {need.labels}" if need.labels else ""
+        if not self._may_grow and not await asyncio.to_thread(_could_hold, need):
+            self.release_one(role, replica)
+            raise ClusterError(f"no node can hold group '{name}': it asks for {bundle}{where}")
+        if name not in self._groups:
+            self._groups[name] = await self._ask_for(name, need, 1)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ROOM_S):
+                while not await self.nodes(name):
+                    await asyncio.sleep(POLL_S)
+                return None
+        awaited = f"{'the autoscaler, which is asked' if self._may_grow else 'room'} for {bundle}{where}"
+        return Shortage(awaited=awaited, may_grow=self._may_grow)
+
+    async def in_the_way(
+        self, replica: int, leaving: Collection[int], others: Sequence[int]
+    ) -> list[int] | None:
+        """As `Crew.in_the_way`."""
+        group = self._groups.get(f"generation-{replica}")
+        if group is None or await self.nodes(f"generation-{replica}"):
+            return []
+        free, held = await asyncio.to_thread(self._engine_room)
+        return in_the_way(group.bundle_specs[0], free, held, leaving, others)
+
+    async def check_fleet(self, fleet: Fleet) -> None:
+        """As `Crew.check_fleet`."""
+        need = self._with_gpus("generation", fleet.gpus)
+        free, held = await asyncio.to_thread(self._engine_room)
+        room = fitting(need.bundle, freed(free, held))
+        if room >= fleet.replicas or await asyncio.to_thread(_may_grow):
+            return
+        where = f" on nodes labelled {need.labels}" if need.labels else ""
+        most = max((node["Resources"].get("GPU", 0) for node in _alive(need)), default=0)
+        if fleet.gpus > most:
+            has = f"the largest has {most:g}" if most else "there is none"
+            raise ClusterError(f"no node has {fleet.gpus:g} GPU{where}: {has}")
+        each = " + ".join(f"{amount:g} {key}" for key, amount in need.bundle.items())
+        raise ClusterError(
+            f"there is room for {room} x ({each}){where} once the present engines have left, not for {fleet.replicas}; ask for "
+            "fewer engines or GPUs, or add nodes"
+        )
+
+    def _engine_room(self) -> tuple[dict[str, Bundle], dict[int, tuple[str, Bundle]]]:
+        """What is free on each node that engines may be on, and node and resources of those that have a place."""
+        nodes = {node["NodeID"] for node in _alive(self._needs["generation"])}
+        free = {node: has for node, has in available_resources_per_node().items() if node in nodes}
+        held: dict[int, tuple[str, Bundle]] = {}
+        for name, group in list(self._groups.items()):
+            role, _, replica = name.rpartition("-")
+            if role == "generation" and (row := placement_group_table(group))["state"] == "CREATED":
+                (node,) = row["bundles_to_node_id"].values()
+                held[int(replica)] = node, group.bundle_specs[0]
+        return free, held
+
+    def gpus_of(self, role: str, replica: int) -> float:
+        """GPUs of a replica that asked for its resources."""
+        return _gpus(self._groups[f"{role}-{replica}"])
+
     async def _ask_for(self, name: str, need: Need, replicas: int) -> PlacementGroup:
         """Asks for a group. A group's name is free again a moment after whoever had it was killed."""
         end = asyncio.get_running_loop().time() + self._deadline_s
         while True:
-            try:
-                return await asyncio.to_thread(
+            asking = asyncio.ensure_future(
+                asyncio.to_thread(
                     placement_group,
                     [need.bundle] * replicas,
                     strategy="PACK",
                     name=f"{self._run}-{name}",
                     bundle_label_selector=[need.labels] * replicas,
                 )
+            )
+            try:
+                return await asyncio.shield(asking)
+            except asyncio.CancelledError:  # the thread goes on
+                asking.add_done_callback(_remove)
+                raise
             except RaySystemError as error:
                 if asyncio.get_running_loop().time() > end:
                     raise ClusterError(f"group '{name}' cannot be placed: {short_reason(error)}") from error
             await asyncio.sleep(POLL_S)
 
     async def _placed(self, name: str) -> None:
+        self._may_grow = await asyncio.to_thread(_may_grow)
+        deadline_s = self.deadline_s
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(deadline_s):
                 while not await self.nodes(name):
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
-            every = await asyncio.to_thread(ray.available_resources)
-            free = {key: every.get(key, 0.0) for key in ("CPU", "GPU")}
-            labels = self._needs[name.partition("-")[0]].labels
-            where = f" on nodes labelled {labels}" if labels else ""
+            need, free = self._needs[name.partition("-")[0]], await asyncio.to_thread(_free_by_node)
+            where = f" on nodes labelled {need.labels}" if need.labels else ""
+            more = f" and on {len(free) - SHOWN_NODES} others less" if len(free) > SHOWN_NODES else ""
+            parts = ", a part of a GPU from one GPU" if _gpus(self._groups[name]) % 1 else ""
+            is_configured = deadline_s == self._deadline_s
+            why = "cluster.placement_deadline_s" if is_configured else "the autoscaler brought no node for it"
             raise ClusterError(
-                f"group '{name}' got no place in {self._deadline_s:g} s (cluster.placement_deadline_s): it asks for "
-                f"{self._groups[name].bundle_specs}{where}, free are {free} on all nodes together"
+                f"group '{name}' got no place in {deadline_s:g} s ({why}): it asks for "
+                f"{self._groups[name].bundle_specs}{where}, each on one node{parts}; free are "
+                f"{', '.join(map(str, free[:SHOWN_NODES]))} by node{more}"
             ) from None
 
     async def nodes(self, name: str) -> set[str]:
@@ -364,8 +620,9 @@ class Placement:
                 options |= {"name": CONTROL, "namespace": namespace(self._run)}
         else:
             name, index = (role, replica) if role == "learner" else (f"{role}-{replica}", 0)
-            options["num_cpus"] = need.bundle["CPU"]
-            options["num_gpus"] = need.bundle.get("GPU", 0)
+            bundle = self._groups[name].bundle_specs[index]
+            options["num_cpus"] = bundle["CPU"]
+            options["num_gpus"] = bundle.get("GPU", 0)
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 self._groups[name], placement_group_bundle_index=index
             )
@@ -376,7 +633,7 @@ class Placement:
                 options["runtime_env"] = {"env_vars": hidden}
         log = self._logs / f"{role if need is None else f'{role}-{replica}'}.log"
         num_gpus = math.ceil(options.get("num_gpus", 0))
-        hosted = _hosted(cls, str(log), package_version("headway"), num_gpus)
+        hosted = _hosted(cls, str(log), self._code, num_gpus)
         remote: Any = ray.remote
         return remote(concurrency_groups={"watch": 1})(hosted).options(**options).remote(*args)
 
@@ -386,18 +643,47 @@ class Placement:
         self._groups.clear()
 
 
-def _hosted(cls: type, log: str, expected_version: str, num_gpus: int) -> type:
-    """The role class in its process: output in a file of its own, version and devices checked, and a call that ends
+def _alive(need: Need) -> list[dict[str, Any]]:
+    """The nodes with its labels."""
+    return [
+        node
+        for node in ray.nodes()
+        if node["Alive"] and need.labels.items() <= (node.get("Labels") or {}).items()
+    ]
+
+
+def _could_hold(need: Need) -> bool:
+    """Whether a node has as much, free or not."""
+    return any(
+        all(node["Resources"].get(key, 0) >= amount for key, amount in need.bundle.items())
+        for node in _alive(need)
+    )
+
+
+def _gpus(group: PlacementGroup) -> float:
+    return group.bundle_specs[0].get("GPU", 0.0)
+
+
+def _remove(asked: asyncio.Future[PlacementGroup]) -> None:
+    """Gives a group back that nobody waits for any more."""
+    if not asked.cancelled() and asked.exception() is None:
+        remove_placement_group(asked.result())
+
+
+def _hosted(cls: type, log: str, expected_code: str, num_gpus: int) -> type:
+    """The role class in its process: output in a file of its own, code and devices checked, and a call that ends
     only with the actor, whatever else it is busy with."""
 
     class Hosted(cls):
         def __init__(self, *args: Any) -> None:
             _redirect_output(log)
-            if (here := package_version("headway")) != expected_version:
-                raise RuntimeError(f"this worker runs headway {here}, the driver {expected_version}")
+            code.check(expected_code, ray.util.get_node_ip_address())
             visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
             if num_gpus and len(visible) != num_gpus:
-                raise RuntimeError(f"this worker was given {num_gpus} GPUs but sees {visible}")
+                raise RuntimeError(
+                    f"this worker was given {num_gpus} GPUs but sees {visible}; on its node Ray must be free to set "
+                    "CUDA_VISIBLE_DEVICES: take RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES away"
+                )
             super().__init__(*args)
 
         if any(iscoroutinefunction(member) for _, member in getmembers(cls)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,8 @@ class Receipt:
     never equal to itself."""
     parts: dict[str, tuple[float, int]] = field(default_factory=dict, compare=False)
     """Of the rewards, by name: sum and number."""
+    reasons: dict[str, int] = field(default_factory=dict, compare=False)
+    """Of the verdicts: how many responses have each."""
 
     @property
     def num_scored(self) -> int:
@@ -68,6 +71,7 @@ def receipt_of(table: pa.Table) -> Receipt:
         response_lengths=tuple(rollouts.lengths(table, "response_ids")),
         equal_reward=_equal_reward(table),
         parts=_parts(table),
+        reasons=dict(Counter(reason for reason in table.column("verdict_reason").to_pylist() if reason)),
     )
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from ray.exceptions import (
     ObjectLostError,
     ObjectStoreFullError,
     OutOfDiskError,
+    OutOfMemoryError,
     RayActorError,
     RayError,
     RayTaskError,
@@ -36,7 +37,7 @@ from headway.actors.reference import ReferenceActor
 from headway.actors.reward_model import RewardModelActor
 from headway.actors.verifier import VerifierWorker
 from headway.cluster.control import CLUSTER_FILE, Mailbox
-from headway.cluster.crew import EngineReport, Release, Trained
+from headway.cluster.crew import EngineReport, Fleet, Release, Shortage, Trained
 from headway.cluster.exporter import Exporter
 from headway.cluster.placement import (
     CONTROL,
@@ -49,6 +50,7 @@ from headway.cluster.placement import (
     store_table,
 )
 from headway.cluster.queue import Receipt, RolloutQueue
+from headway.cluster.traces import traced
 from headway.core.config import Config
 from headway.core.errors import (
     ActorDied,
@@ -61,6 +63,7 @@ from headway.core.errors import (
 )
 from headway.core.metrics import SCORERS, Recorder, Update
 from headway.core.prompts import Prompt
+from headway.core.sections import Generation
 
 ROLES: Mapping[str, type] = {
     "learner": PolicyActor,
@@ -181,7 +184,13 @@ class RayCrew:
 
     # ---- life and death ------------------------------------------------------------------------------------
 
-    async def open(self) -> None:
+    @property
+    def placement_deadline_s(self) -> float:
+        return self._placement.deadline_s
+
+    async def open(self, fleet: Fleet | None = None) -> None:
+        if fleet is not None:
+            self._placement.expect(fleet)
         await self._take_name()
         await self._placement.reserve()
         weight_nodes = await self._placement.nodes("learner")
@@ -252,6 +261,8 @@ class RayCrew:
         present = self._scorers[role]
         try:
             for replica in range(present, replicas):
+                await self._placement.ask_one(role, replica)
+            for replica in range(present, replicas):
                 await self._placement.reserve_one(role, replica)
             await asyncio.gather(
                 *(self._able(self._create(role, replica)) for replica in range(present, replicas))
@@ -289,7 +300,8 @@ class RayCrew:
             case "reference" | "critic":
                 concurrency, args = SCORED_TOGETHER, (config, self._model_folder)
             case "generation":
-                concurrency, args = MANY_CALLS, (config, self._model_folder, replica)
+                own = _with_gpus(config, self._placement.gpus_of(role, replica))
+                concurrency, args = MANY_CALLS, (own, self._model_folder, replica)
             case "judge":
                 concurrency, args = MANY_CALLS, (config, replica)
             case "verifiers":
@@ -393,6 +405,8 @@ class RayCrew:
                 return cause
             case RayActorError():
                 return self._died(self._by_actor.get(cause.actor_id, member), cause)
+            case OutOfMemoryError():  # how Ray calls the death of an actor that its memory monitor has killed
+                return self._died(member, cause)
             case ActorPlacementGroupRemoved() | ActorUnschedulableError():
                 return self._died(member, cause)
             case ObjectLostError():
@@ -493,6 +507,19 @@ class RayCrew:
 
     # ---- engines -------------------------------------------------------------------------------------------
 
+    async def place_engine(self, replica: int, gpus: float) -> Shortage | None:
+        await self._end_present("generation", replica)
+        return await self._placement.ask_one("generation", replica, gpus)
+
+    async def in_the_way(
+        self, replica: int, leaving: Collection[int], others: Sequence[int]
+    ) -> list[int] | None:
+        return await self._placement.in_the_way(replica, leaving, others)
+
+    async def check_fleet(self, fleet: Fleet) -> None:
+        _check_divides(Path(self._model_folder), fleet.gpus)
+        await self._placement.check_fleet(fleet)
+
     async def start_engine(self, replica: int) -> int:
         await self._end_present("generation", replica)
         await self._placement.reserve_one("generation", replica)
@@ -544,7 +571,8 @@ class RayCrew:
                 role, began = stage.scorer.role, time.monotonic()
                 self._at[role] += 1
                 try:
-                    await self._result(stage.sign, stage.scorer)
+                    with traced(role, replica=stage.scorer.replica):
+                        await self._result(stage.sign, stage.scorer)
                 finally:
                     self._at[role] -= 1
                 stage.is_done = True
@@ -637,6 +665,32 @@ class RayCrew:
             ):  # whose death is reported; what the others gave is not lost
                 raise result
         return updates
+
+
+def _with_gpus(config: Config, gpus: float) -> Config:
+    """The configuration of an engine with this many GPUs. Of a part of a GPU it takes the part that it would take of a whole
+    one, so that engines of other sizes than the configured one can share it."""
+    own, usual = config.generation, Generation().gpu_memory_utilization
+    if gpus == own.gpus:
+        return config
+    memory = own.gpu_memory_utilization * min(1.0, gpus) / (min(1.0, own.gpus) or 1.0)
+    changes = {"gpus": gpus, "gpu_memory_utilization": min(memory, max(own.gpu_memory_utilization, usual))}
+    return config.model_copy(update={"generation": own.model_copy(update=changes)})
+
+
+def _check_divides(model_folder: Path, gpus: float) -> None:
+    """Raises `ClusterError` when as many GPUs cannot share the model's attention heads (vLLM's tensor parallelism)."""
+    try:
+        model = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
+    except OSError:
+        return
+    model = model.get("text_config", model)
+    heads, size = model.get("num_attention_heads", 0), max(1, int(gpus))
+    shared = model.get("num_key_value_heads") or heads
+    if heads % size or (shared % size and size % shared):
+        raise ClusterError(
+            f"{gpus:g} GPUs cannot share this model: it has {heads} attention heads and {shared} for keys and values"
+        )
 
 
 async def _settled(reference: Any) -> None:

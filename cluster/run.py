@@ -12,6 +12,10 @@ from headway.cluster.crew import Crew
 from headway.cluster.exporter import Exporter
 from headway.cluster.progress import Progress
 from headway.cluster.session import Session
+from headway.cluster.traces import Traces
+from headway.cluster.traces import opened as traces_opened
+from headway.cluster.tracker import Tracker
+from headway.cluster.tracker import opened as tracker_opened
 from headway.core.config import Config
 from headway.core.errors import HeadwayError, Lost
 from headway.core.prompts import PromptStream
@@ -39,6 +43,14 @@ class Run:
         """Trains. Goes on from the newest checkpoint when weights died with their actor, `run.max_restarts` times.
         Raises `Starved` when nothing moves, and the first other failure of any part."""
         self._task = asyncio.current_task()
+        clock = asyncio.get_running_loop().time
+        with (
+            tracker_opened(self.config, self.config.run.name, self.say) as tracker,
+            traces_opened(self.config, self.say, clock) as traces,
+        ):
+            await self._sessions(traces, tracker)
+
+    async def _sessions(self, traces: Traces | None, tracker: Tracker | None) -> None:
         restarts, totals, port = 0, Exporter(), None
         while True:
             crew = self.crew()
@@ -53,7 +65,10 @@ class Run:
                 on_stop=self.request_stop,
                 is_restart=restarts > 0,
                 port=port,
+                fleet=self.session.fleet if self.session else None,
                 stopping=self.stopping,
+                traces=traces,
+                tracker=tracker,
             )
             try:
                 await self.session.execute()

@@ -33,9 +33,7 @@ class Scorers:
         self._recorder = recorder
         self._say = say
         self._spawn = spawn
-        self._deadline_s = (
-            config.cluster.placement_deadline_s + config.generation.start_deadline_s + LEAVING_S
-        )
+        self._deadline_s = crew.placement_deadline_s + config.generation.start_deadline_s + LEAVING_S
         self.targets = {role: crew.replicas[role] for role in crew.elastic}
         self._moving: set[str] = set()
         verifiers = config.verifiers

@@ -19,11 +19,11 @@ import json
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headway.cluster.crew import Crew, Trained
+from headway.cluster.crew import Crew, Fleet, Trained
 from headway.cluster.dispatch import Dispatcher
 from headway.cluster.elastic import Autoscaler
 from headway.cluster.engines import Engines
@@ -36,9 +36,11 @@ from headway.cluster.scorers import Scorers
 from headway.cluster.state import Group
 from headway.cluster.status import RECENT_STEPS, snapshot
 from headway.cluster.supervisor import CALL_DEADLINE_S, Supervisor
+from headway.cluster.traces import Traces
+from headway.cluster.tracker import Tracker
 from headway.cluster.watch import Waits
 from headway.core.config import Config, dump_config
-from headway.core.errors import ActorDied, HeadwayError, Lost, NoSignal, Starved, UserError
+from headway.core.errors import ActorDied, ClusterError, HeadwayError, Lost, NoSignal, Starved, UserError
 from headway.core.metrics import Recorder
 from headway.core.prompts import PromptStream
 from headway.learner import checkpoint
@@ -70,6 +72,10 @@ class Session:
     """Another session of this process came before,"""
     port: int | None = None
     """whose metrics endpoint was here."""
+    fleet: Fleet | None = None
+    """Engines that the run is to have by now; None: those of the configuration."""
+    traces: Traces | None = None
+    tracker: Tracker | None = None
     version: int = 0
     stopping: bool = False
 
@@ -100,6 +106,8 @@ class Session:
                 if not self.answering:
                     self._spawn(self.control())
                 self.engines.keep_all()
+                assert self.fleet is not None
+                self.engines.scale(self.fleet.replicas)
                 await self.learn()
                 for task in self.tasks:
                     task.cancel()
@@ -110,6 +118,8 @@ class Session:
         finally:
             if hasattr(self, "groups"):
                 self.groups.ledger.close()
+            if self.traces is not None:
+                self.traces.detach()
         if self.no_signal:
             raise self.no_signal
 
@@ -140,9 +150,15 @@ class Session:
         config, crew, start_s = self.config, self.crew, self.config.generation.start_deadline_s
         say = self.progress.say
         say("placing groups")
-        opening_s = config.cluster.placement_deadline_s * len(crew.replicas) + start_s
-        await self._call(crew.open(), "the groups to be placed", "start", opening_s)
+        generation = config.generation
+        self.fleet = self.fleet or Fleet(replicas=generation.replicas, gpus=generation.gpus)
+        # Those that were added meanwhile may have no room now; they come when the others work.
+        first = replace(self.fleet, replicas=min(self.fleet.replicas, generation.replicas))
+        opening_s = crew.placement_deadline_s * len(crew.replicas) + start_s
+        await self._call(crew.open(first), "the groups to be placed", "start", opening_s)
         self.port = await self._call(crew.serve_metrics(self.port), "the metrics endpoint", "start")
+        if self.is_restart:  # it shows nothing before it knows what was
+            await self._call(crew.show_metrics(self.totals.state()), "the metrics endpoint", "start")
         self.progress.endpoint(self.port, config.metrics.port)
         _write_text(self.folder / "metrics_port", str(self.port))
         self.answering = True
@@ -151,10 +167,14 @@ class Session:
         self.engines = Engines(*common, on_left=lambda replica: self.totals.forget_replica(str(replica)))
         self.scorers = Scorers(*common)
         say("starting engines and learner")
-        engines = asyncio.ensure_future(self.engines.start(config.generation.replicas))
+        engines = asyncio.ensure_future(self.engines.start(first))
         try:
             await self._call(crew.start_learner(), "the learner to start", "start", start_s)
             await self._load_state()
+            if self.traces is not None:
+                self.traces.attach(self.groups, self.prompts)
+            if self.tracker is not None:
+                self.tracker.go_on(self.version)
             self.supervisor = Supervisor(
                 *common, folder=self.folder, groups=self.groups, engines=self.engines, port=self.port
             )
@@ -165,6 +185,7 @@ class Session:
                 engines=self.engines,
                 supervisor=self.supervisor,
                 on_no_signal=self._on_no_signal,
+                traces=self.traces,
             )
             self.dispatcher.stopping = self.stopping
             self._at(self.version)
@@ -294,6 +315,8 @@ class Session:
         config = self.config
         group_ids = [group.group_id for group in batch]
         self.supervisor.training = batch
+        if self.traces is not None:
+            self.traces.take(group_ids)
         try:
             return await self._call(
                 self.crew.train(self.version, group_ids),
@@ -364,7 +387,7 @@ class Session:
                     return
                 await self.supervisor.repaired(death, who="control")
                 continue
-            answer, what = self._answer(kind, value), "an answer to be passed on"
+            answer, what = await self._answer(kind, value), "an answer to be passed on"
 
             def give(ticket: int = ticket, answer: Any = answer) -> Awaitable[None]:
                 return self.crew.answer(ticket, answer)
@@ -384,19 +407,19 @@ class Session:
                 )
                 self.on_stop(value)
 
-    def _answer(self, kind: str, value: Any) -> dict[str, Any] | UserError:
+    async def _answer(self, kind: str, value: Any) -> dict[str, Any] | UserError:
         match kind:
             case "scale" if not self.is_up:
                 return UserError("the run is still starting; scale it when it trains")
             case "scale":
-                return self._scale(*value)
+                return await self._scale(*value)
             case "status" | "stop":
                 this: Any = self  # type checkers know it under two names
                 return snapshot(this)
             case _:
                 return UserError(f"unknown request {kind!r}")
 
-    def _scale(self, group: str, wanted: int) -> dict[str, Any] | UserError:
+    async def _scale(self, group: str, wanted: int, gpus: float | None = None) -> dict[str, Any] | UserError:
         elastic = ("generation", *self.scorers.targets)
         if group not in elastic:
             return UserError(f"{group} cannot be scaled while this run trains; {' and '.join(elastic)} can")
@@ -405,9 +428,15 @@ class Session:
             limit = self.config.generation.max_replicas
         if limit is not None and wanted > limit:
             return UserError(f"{group}={wanted} is over {group}.max_replicas={limit}")
+        if gpus is not None and gpus != self.engines.gpus:
+            try:
+                wish = self.crew.check_fleet(Fleet(replicas=wanted, gpus=gpus))
+                await self._call(wish, "a look at the cluster's GPUs", "start")
+            except (ClusterError, Starved) as failure:
+                return UserError(str(failure))
         if group == "generation":
             before, serving = self.engines.target, self.engines.serving
-            self.engines.scale(wanted)
+            self._scale_engines(wanted, gpus)
         else:
             before, serving = self.scorers.targets[group], self.crew.replicas[group]
             self.scorers.scale(group, wanted)
@@ -416,18 +445,23 @@ class Session:
             "before": before,
             "target": wanted,
             "serving": serving,
+            "gpus": self.engines.gpus if group == "generation" else None,
             "version": self.version,
         }
 
+    def _scale_engines(self, replicas: int, gpus: float | None = None) -> None:
+        self.engines.scale(replicas, gpus)
+        self.fleet = Fleet(replicas=self.engines.target, gpus=self.engines.gpus)
+
     def _scale_itself(self, *, waited: float, total: float) -> None:
         blocked = self.dispatcher.take_blocked_s()
-        if self.autoscaler is None or self.engines.serving != self.engines.target:
+        if self.autoscaler is None or not self.engines.is_settled:
             return  # what engines that still start or leave would do is not to be seen yet
         target = self.autoscaler.step(
             waited_s=waited, total_s=total, blocked_s=blocked, target=self.engines.target
         )
         if target != self.engines.target:
-            self.engines.scale(target)
+            self._scale_engines(target)
 
     # ---- heartbeat: metrics and progress -------------------------------------------------------------------
 
@@ -514,6 +548,8 @@ class Session:
             path = self.folder / "metrics.jsonl"
             with checkpoint.writing(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+            if self.tracker is not None:
+                self.tracker.step(record)
             self.recent.append(record)
             self.progress.step(record)
 

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from headway.cluster.watch import Wait
+from headway.core.sections import Resources
 from headway.learner import checkpoint
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def _work(session: Session, now: float) -> dict[str, Any]:
             role: {
                 "live": live[role],
                 "target": targets[role],
+                "gpus": _gpus(session, role),
                 "restarts": int(session.totals.value("headway_actor_restarts_total", role)),
             }
             for role in (
@@ -95,6 +97,7 @@ def _work(session: Session, now: float) -> dict[str, Any]:
             {
                 "replica": engine.replica,
                 "version": engine.version,
+                "gpus": session.engines.gpus_of[engine.replica],
                 "groups": engine.running,
                 "limit": engine.limit,
                 "kv_cache": gauges.get(("headway_engine_kv_cache_usage_ratio", str(engine.replica))),
@@ -103,6 +106,13 @@ def _work(session: Session, now: float) -> dict[str, Any]:
             for engine in sorted(session.engines.all.values(), key=lambda engine: engine.replica)
         ],
     }
+
+
+def _gpus(session: Session, role: str) -> float:
+    """Of each replica; of each engine that starts from now on."""
+    section = getattr(session.config, role, None)
+    gpus = section.gpus if isinstance(section, Resources) else 0.0
+    return session.engines.gpus if role == "generation" else gpus
 
 
 def summary(records: Sequence[dict[str, Any]], *, selects: bool) -> dict[str, Any]:

@@ -11,13 +11,14 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.actors.generation_rows import GroupRequest
-from headway.cluster.crew import EngineReport, Release, Trained
+from headway.cluster.crew import EngineReport, Fleet, Release, Shortage, Trained
+from headway.cluster.elastic import Bundle, fitting, freed, in_the_way
 from headway.cluster.queue import Receipt, RolloutQueue
 from headway.cluster.scenario import Scenario, seeded
 from headway.cluster.virtual_actors import Actor, Engine, Job, Learner, Pending, VirtualRows, digest
@@ -35,9 +36,10 @@ SCORERS = ("verifiers", "reference", "critic")
 
 class VirtualCrew:
     """A `Crew` of virtual actors, on any event loop. What it saves is real files, of a few bytes a group. One object
-    serves all sessions of a run: it can be opened again after it was closed, and incarnations go on."""
+    serves all sessions of a run: it can be opened again after it was closed, and incarnations go on. `gpus_of_nodes`: the
+    GPUs of each node; none: engines need none."""
 
-    def __init__(self, config: Config, scenario: Scenario) -> None:
+    def __init__(self, config: Config, scenario: Scenario, *, gpus_of_nodes: Sequence[float] = ()) -> None:
         self.config = config
         self.scenario = scenario
         self.lags: Counter[int] = Counter()
@@ -50,6 +52,11 @@ class VirtualCrew:
             role: [Actor(role, replica) for replica in range(number)]
             for role, number in self.replicas.items()
         }
+        self._gpus_of_nodes = {str(node): gpus for node, gpus in enumerate(gpus_of_nodes)}
+        self.places: dict[int, tuple[str, Bundle]] = {}
+        """Node and GPUs of each engine that has some."""
+        self._asked: dict[int, float] = {}
+        """GPUs that each engine is to have."""
         self._learner = Learner(scenario.seed)
         self._queue = RolloutQueue(_same, _same, _receipt)
         self._deaths: asyncio.Queue[ActorDied] = asyncio.Queue()
@@ -73,7 +80,11 @@ class VirtualCrew:
         }
         return {role: number for role, number in replicas.items() if number}
 
-    async def open(self) -> None:
+    @property
+    def placement_deadline_s(self) -> float:
+        return self.config.cluster.placement_deadline_s
+
+    async def open(self, fleet: Fleet | None = None) -> None:
         await asyncio.sleep(self.scenario.start_s)
         if self._opened is None:
             self._schedule()
@@ -86,6 +97,7 @@ class VirtualCrew:
         for actor in (*self._all_actors(), *self.engines.values()):
             if actor.alive:
                 actor.die()
+        self.places.clear()
         self._learner.ready = False
         await asyncio.sleep(0)
 
@@ -310,20 +322,64 @@ class VirtualCrew:
 
     # ---- engines -------------------------------------------------------------------------------------------
 
+    async def place_engine(self, replica: int, gpus: float) -> Shortage | None:
+        self._end(replica)
+        if self._asked.get(replica) != gpus:
+            self.places.pop(replica, None)
+        self._asked[replica] = gpus
+        return None if self._take_place(replica) else Shortage(awaited="room", may_grow=False)
+
     async def start_engine(self, replica: int) -> int:
-        scenario = self.scenario
+        scenario, loop = self.scenario, asyncio.get_running_loop()
         slots = self.config.generation.max_concurrent_requests
         engine = self.engines.setdefault(replica, Engine(replica, scenario, slots, self._made))
-        if engine.alive:
-            engine.die()
-        places = scenario.engine_places
-        if places is not None and sum(other.alive for other in self.engines.values()) >= places:
-            await asyncio.sleep(self.config.cluster.placement_deadline_s)
-            raise ClusterError(f"the cluster has room for {places} engines")
+        self._end(replica)
+        end = loop.time() + self.placement_deadline_s
+        while not self._take_place(replica):
+            if loop.time() >= end:
+                room = f"{scenario.engine_places} engines" if not self._gpus_of_nodes else "no more"
+                raise ClusterError(f"the cluster has room for {room}")
+            await asyncio.sleep(1.0)
         self._bear(engine)
         incarnation = engine.incarnation
         await engine.work(scenario.engine_start_s)
         return incarnation
+
+    def _take_place(self, replica: int) -> bool:
+        """Takes one, if there is one and it has none; returns whether it has one."""
+        if not self._gpus_of_nodes:
+            others = sum(engine.alive for engine in self.engines.values())
+            return self.scenario.engine_places is None or others < self.scenario.engine_places
+        if replica not in self.places:
+            bundle = {"GPU": self._asked.get(replica, self.config.generation.gpus)}
+            for node, free in self._free.items():
+                if fitting(bundle, {node: free}):
+                    self.places[replica] = (node, bundle)
+                    break
+        return replica in self.places
+
+    @property
+    def _free(self) -> dict[str, Bundle]:
+        return {
+            node: {"GPU": gpus - sum(own["GPU"] for place, own in self.places.values() if place == node)}
+            for node, gpus in self._gpus_of_nodes.items()
+        }
+
+    async def in_the_way(
+        self, replica: int, leaving: Collection[int], others: Sequence[int]
+    ) -> list[int] | None:
+        if replica in self.places or not self._gpus_of_nodes:
+            return []
+        return in_the_way({"GPU": self._asked[replica]}, self._free, self.places, leaving, others)
+
+    async def check_fleet(self, fleet: Fleet) -> None:
+        free = freed(self._free, self.places)
+        if self._gpus_of_nodes and (room := fitting({"GPU": fleet.gpus}, free)) < fleet.replicas:
+            raise ClusterError(f"the nodes have room for {room} x {fleet.gpus:g} GPU")
+
+    def _end(self, replica: int) -> None:
+        if replica in self.engines and self.engines[replica].alive:
+            self.engines[replica].die()
 
     async def update_engine(self, replica: int, release: Release) -> None:
         engine, version = self.engines[replica], release.manifest.version
@@ -354,8 +410,8 @@ class VirtualCrew:
 
     async def stop_engine(self, replica: int) -> None:
         await asyncio.sleep(0)
-        if self.engines[replica].alive:
-            self.engines[replica].die()
+        self._end(replica)
+        self.places.pop(replica, None)
 
     # ---- groups --------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
@@ -30,6 +31,8 @@ try:
 except HeadwayError as error:
     print(type(error).__name__, error)
 """
+
+HEADWAY = "from headway.cluster.cli import main; main()"
 
 get: Any = ray.get
 
@@ -68,6 +71,13 @@ async def test_a_driver_that_does_not_answer_is_named_and_the_ticket_forgotten()
 def test_what_is_wrong_without_any_cluster_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="verifiers=0: a run needs at least one"):
         scale(None, None, "verifiers", 0)
+    with pytest.raises(UserError, match=r"^--gpus-per-replica is for generation: verifiers keeps the GPUs"):
+        scale(None, None, "verifiers", 2, 1)
+    for gpus in (0, -1, 1.5, 0.001, math.nan, math.inf):
+        with pytest.raises(
+            UserError, match=rf"^--gpus-per-replica {gpus:g}: an engine takes a part of one GPU"
+        ):
+            scale(None, None, "generation", 2, gpus)
     with pytest.raises(UserError, match=f"the run in {tmp_path} is not running: it has no {CLUSTER_FILE}"):
         scale(str(tmp_path), None, "generation", 2)
     with pytest.raises(UserError, match="is the address of a dashboard"):
@@ -96,8 +106,13 @@ def mailbox_of(run: str, folder: Path) -> Any:
 
 async def client(target: str, address: str, replicas: int = 3, **environment: str) -> str:
     """What a person sees."""
+    return await python(CLIENT, target, address, str(replicas), **environment)
+
+
+async def python(code: str, *arguments: str, **environment: str) -> str:
+    """What it prints."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-c", CLIENT, target, address, str(replicas)),
+        *(sys.executable, "-P", "-c", code, *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={key: value for key, value in os.environ.items() if key != "RAY_AUTH_MODE"} | environment,
@@ -116,18 +131,26 @@ async def test_people_reach_the_run_that_they_mean(address: str, tmp_path: Path)
     (tmp_path / CLUSTER_FILE).write_text(
         json.dumps({"address": address, "namespace": "headway-first", "pid": 1})
     )
+    of_folder = ("--run", str(tmp_path), "--gpus-per-replica", "2")
     asking = [
         asyncio.ensure_future(client("", "", 4, RAY_ADDRESS=address)),
-        asyncio.ensure_future(client(str(tmp_path), "", 500)),
+        asyncio.ensure_future(python(HEADWAY, "scale", "generation=500", *of_folder)),
+        asyncio.ensure_future(python(HEADWAY, "scale", "generation=3", *of_folder)),
     ]
-    requests: list[tuple[int, str, tuple[str, int]]] = []
+    requests: list[tuple[int, str, tuple[str, int, float | None]]] = []
     while len(requests) < len(asking):
         requests += await first.take.remote(30)
-    for ticket, kind, (group, wanted) in requests:
+    assert sorted(value[1:] for *_, value in requests) == [(3, 2.0), (4, None), (500, 2.0)]
+    for ticket, kind, (group, wanted, gpus) in requests:
         assert (kind, group) == ("scale", "generation")
-        answer = {"target": wanted} if wanted < 9 else UserError(f"{wanted} are too many")
-        await first.answer.remote(ticket, answer)
-    assert await asyncio.gather(*asking) == ["answer {'target': 4}", "UserError 500 are too many"]
+        account = {"group": group, "before": 1, "target": wanted, "serving": 1, "gpus": gpus, "version": 7}
+        await first.answer.remote(ticket, account if wanted < 9 else UserError(f"{wanted} are too many"))
+    account = {"group": "generation", "before": 1, "target": 4, "serving": 1, "gpus": None, "version": 7}
+    assert await asyncio.gather(*asking) == [
+        f"answer {account}",
+        "error: 500 are too many",
+        "generation: 1 -> 3, with 2 GPU each (1 serve now, learner at version 7)",
+    ]
     # Two runs: one has to be named.
     second = mailbox_of("second", tmp_path)
     await second.__ray_ready__.remote()

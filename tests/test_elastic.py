@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.cluster.crew import Fleet, Shortage
 from headway.cluster.elastic import (
     COOLDOWN,
     HOLD,
@@ -22,7 +28,17 @@ from headway.cluster.elastic import (
     Autoscaler,
     Backlog,
     Concurrency,
+    fitting,
+    freed,
+    in_the_way,
 )
+from headway.cluster.scenario import Failure, Scenario
+from headway.cluster.session import Session
+from headway.cluster.simulate import Silent, virtual_run
+from headway.cluster.virtual import VirtualCrew
+from headway.cluster.virtual_clock import run_virtual
+from headway.core.config import Config, parse_config
+from headway.core.errors import UserError
 
 # ---- groups in flight on one engine -----------------------------------------------------------------------
 
@@ -320,3 +336,283 @@ def test_scorers_follow_their_backlog() -> None:
     assert (rule.observe(0, 9), Backlog(2, 3, places=2).observe(0, 1)) == (3, 2)
     with pytest.raises(ValueError, match="from 3 to 2 replicas"):
         Backlog(3, 2, places=1)
+
+
+# ---- engines of another size ------------------------------------------------------------------------------
+
+
+def test_what_fits_on_a_node_and_what_does_not() -> None:
+    assert fitting({"CPU": 1, "GPU": 2}, {"a": {"CPU": 8, "GPU": 5}, "b": {"CPU": 1, "GPU": 8}, "c": {}}) == 3
+    assert fitting({"GPU": 4}, {"a": {"GPU": 3}, "b": {"GPU": 3}}) == 0
+    assert fitting({"GPU": 0.4}, {"a": {"GPU": 2}}) == 4  # two on each, not five
+    assert fitting({"GPU": 0.1}, {"a": {"GPU": 0.3}}) == 3
+    assert fitting({"CPU": 0.5}, {"a": {"CPU": 2, "GPU": 1}}) == 4
+    assert freed({"a": {"GPU": 1}, "b": {}}, {0: ("b", {"GPU": 2}), 1: ("b", {"GPU": 1})}) == {
+        "a": {"GPU": 1},
+        "b": {"GPU": 3},
+    }
+
+
+def test_as_few_engines_as_possible_make_room() -> None:
+    one, four = {"GPU": 1.0}, {"GPU": 4.0}
+    free = {"a": {"GPU": 1.0}, "b": {"GPU": 2.0}}
+    held = {0: ("a", one), 1: ("a", one), 2: ("b", one), 3: ("b", one), 4: ("a", one)}
+    assert in_the_way({"GPU": 2}, free, held, (), [4, 3, 2, 1, 0]) == []
+    assert in_the_way(four, free, held, (), [4, 3, 2, 1, 0]) == [3, 2]  # on a it takes three
+    assert in_the_way(four, free, held, (4, 1), [3, 2, 0]) == [0]
+    assert in_the_way(four, free, held, (4, 1, 0), [3, 2]) == []
+    assert in_the_way({"GPU": 5}, free, held, (), [4, 3, 2, 1, 0]) is None
+    assert in_the_way(four, free, held, (), [3]) is None  # the others are not to leave
+
+
+@given(
+    free=st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    engines=st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.5, 1.0, 2.0])), max_size=5),
+    gpus=st.sampled_from([0.5, 1.0, 2.0, 4.0]),
+    gone=st.sets(st.integers(0, 4)),
+)
+@settings(derandomize=True, max_examples=200, deadline=None)
+def test_those_in_the_way_make_room_and_fewer_would_not_on_any_single_node(
+    free: list[int], engines: list[tuple[int, float]], gpus: float, gone: set[int]
+) -> None:
+    """Engines of one size, as those that are replaced are: of them no smaller set does."""
+    size = engines[0][1] if engines else 1.0
+    held = {n: (str(node % len(free)), {"GPU": size}) for n, (node, _) in enumerate(engines)}
+    nodes = {str(node): {"GPU": float(gpus)} for node, gpus in enumerate(free)}
+    others = [n for n in held if n not in gone]
+
+    def fits(leaving: set[int]) -> bool:
+        return fitting({"GPU": gpus}, freed(nodes, {n: held[n] for n in leaving if n in held})) > 0
+
+    found = in_the_way({"GPU": gpus}, nodes, held, gone, others)
+    sizes = [
+        n for n in range(len(others) + 1) if any(fits(gone | set(some)) for some in combinations(others, n))
+    ]
+    assert (len(found) if found is not None else None) == (sizes[0] if sizes else None)
+    assert found is None or fits(gone | set(found))
+
+
+class Scaled(VirtualCrew):
+    """Its run is asked for other engines at these times: (seconds, engines, GPUs of each)."""
+
+    def __init__(
+        self,
+        config: Config,
+        nodes: Sequence[float],
+        asked: Sequence[tuple[float, int, float]],
+        *deaths: Failure,
+    ) -> None:
+        # A step takes 4 s, a group 11 s, and an engine 20 s to start.
+        scenario = Scenario(
+            length_median=500, length_sigma=0, engine_start_s=20, step_s=4, start_s=1, failures=deaths
+        )
+        super().__init__(config, scenario, gpus_of_nodes=nodes)
+        self.asked = list(asked)
+
+    async def next_request(self) -> tuple[int, str, Any]:
+        at = self.asked[0][0] if self.asked else 1e9
+        await self._one("control").work(max(0.0, at - asyncio.get_running_loop().time()))
+        _, replicas, gpus = self.asked.pop(0)
+        return len(self.asked), "scale", ("generation", replicas, gpus)
+
+    @property
+    def gpus(self) -> list[float]:
+        """Of each engine."""
+        return sorted(own["GPU"] for _, own in self.places.values())
+
+
+def configuration(folder: Path, engines: int, gpus: float, drain_s: float = 30) -> Config:
+    return parse_config(
+        {
+            "run": {
+                "name": "r",
+                "folder": str(folder),
+                "steps": 60,
+                "checkpoint_every": 5,
+                "save_rollouts": False,
+            },
+            "sampling": {"group_size": 2, "max_new_tokens": 500},
+            "algorithm": {"dynamic_sampling": False},
+            "learner": {"groups_per_step": 4},
+            "lag": {"max_version_lag": 4},
+            "generation": {
+                "replicas": engines,
+                "gpus": gpus,
+                "max_concurrent_requests": 8,
+                "drain_s": drain_s,
+            },
+        }
+    )
+
+
+class Listener(Silent):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Second by second while the session is up: engines that serve, and GPUs of each engine."""
+
+    serving: list[int]
+    gpus: list[list[float]]
+    said: list[str]
+    session: Session
+
+
+def executed(crew: Scaled, *, first_s: float = 55) -> Seen:
+    """The whole run, and what was seen of it from `first_s` on."""
+    listener = Listener(crew.config)
+    run = virtual_run(crew.config, crew, progress=listener)
+    serving: list[int] = []
+    gpus: list[list[float]] = []
+
+    async def main() -> None:
+        running = asyncio.ensure_future(run.execute())
+        await asyncio.sleep(first_s)
+        while not running.done():
+            if run.session and run.session.is_up and crew.places:
+                serving.append(run.session.engines.serving)
+                gpus.append(crew.gpus)
+            await asyncio.sleep(1)
+        await running
+
+    run_virtual(main())
+    assert run.session is not None
+    # Whatever happened, every group was trained (and once, to which the crew sees), and none was sampled in vain.
+    assert run.version == 60 and sorted(crew.trained) == list(range(240))
+    assert run.session.groups.ledger.dropped.total() == 0
+    return Seen(serving=serving, gpus=gpus, said=listener.said, session=run.session)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "before", "after", "fewest"),
+    [
+        ([8], (2, 1), (2, 2), 2),  # room beside them: the new one first
+        ([4], (2, 1), (2, 2), 1),
+        ([2, 2], (4, 1), (2, 2), 1),
+        ([2], (2, 1), (4, 0.5), 1),
+        ([4], (1, 4), (4, 1), 0),  # its only GPUs
+        ([2], (2, 1), (1, 2), 0),
+        ([2, 4], (2, 1), (1, 4), 1),
+    ],
+)
+def test_engines_of_another_size_replace_those_that_there_are_one_after_another(
+    nodes: list[float],
+    before: tuple[int, float],
+    after: tuple[int, float],
+    fewest: int,
+    tmp_path: Path,
+) -> None:
+    crew = Scaled(configuration(tmp_path, *before), nodes, [(60, *after)])
+    seen = executed(crew)
+    (answer,) = [value for _, value in crew.answers]
+    assert (answer["before"], answer["target"], answer["gpus"]) == (before[0], *after)
+    assert seen.gpus[0] == [before[1]] * before[0] and seen.gpus[-1] == [after[1]] * after[0]
+    assert max(map(sum, seen.gpus)) <= sum(nodes)
+    assert seen.serving[0] == before[0] and seen.serving[-1] == after[0]
+    assert min(seen.serving) == fewest
+    assert seen.session.totals.value("headway_actor_restarts_total", "generation") == 0
+    assert seen.session.totals.value("headway_groups_handed_back_total") == 0  # all could be finished
+    # From one size to the other in one way: those that were added never leave again.
+    new = [sum(gpus == after[1] for gpus in engines) for engines in seen.gpus]
+    assert new == sorted(new)
+
+
+def test_what_leaving_engines_do_not_finish_goes_on_elsewhere(tmp_path: Path) -> None:
+    crew = Scaled(configuration(tmp_path, 2, 1, drain_s=0), [2], [(60, 1, 2)])
+    seen = executed(crew)
+    assert 0 < seen.serving.count(0) < 25  # an engine's start
+    assert seen.session.totals.value("headway_groups_handed_back_total") > 0
+
+
+def test_an_engine_that_dies_meanwhile_comes_back_as_wanted(tmp_path: Path) -> None:
+    """Engine 0 dies while the first new one starts: it has no room before engine 1 leaves, which serves alone, and
+    stays until the new one does."""
+    death = Failure(time_s=65, event="generation", replica=0)
+    crew = Scaled(configuration(tmp_path, 2, 1), [4], [(60, 2, 2)], death)
+    seen = executed(crew)
+    assert min(seen.serving) == 1 and seen.gpus[-1] == [2, 2]
+    assert seen.session.totals.value("headway_actor_restarts_total", "generation") == 1
+    assert "engine 0 waits for room" in seen.said
+    # Later, too.
+    death = Failure(time_s=200, event="generation", replica=2)
+    crew = Scaled(configuration(tmp_path / "later", 2, 1), [4], [(60, 2, 2)], death)
+    assert executed(crew).gpus[-1] == [2, 2]
+
+
+def test_who_thinks_better_of_it_has_what_there_was(tmp_path: Path) -> None:
+    """Back to engines of 1 GPU, and one more, while the first one with 2 starts: that one is not waited for."""
+    crew = Scaled(configuration(tmp_path, 2, 1), [4], [(60, 2, 2), (70, 3, 1)])
+    seen = executed(crew)
+    assert min(seen.serving) == 2 and seen.gpus[-1] == [1, 1, 1]
+    assert seen.serving.index(3) <= 70 + 1 + 20 + 2 - 55
+    assert seen.said.count("engine 2 has left") == 1
+
+
+def test_an_engine_that_waits_for_room_leaves_at_once(tmp_path: Path) -> None:
+    crew = Scaled(configuration(tmp_path, 2, 1), [2], [(60, 3, 1), (75, 2, 1)])
+    seen = executed(crew)
+    waiting, left = seen.said.index("engine 2 waits for room"), seen.said.index("engine 2 has left")
+    assert waiting < left and not any("did not start" in text for text in seen.said)
+    assert set(seen.serving) == {2}
+
+
+def test_what_the_cluster_could_never_hold_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    asked = [(60, 1, 3), (61, 2, 2), (62, 5, 1), (200, 1, 2)]
+    crew = Scaled(configuration(tmp_path, 2, 1), [2, 1], asked)
+    seen = executed(crew)
+    answers = [value for _, value in crew.answers]
+    assert [str(answer) for answer in answers[:2]] == [
+        "the nodes have room for 0 x 3 GPU",
+        "the nodes have room for 1 x 2 GPU",
+    ]
+    assert isinstance(answers[0], UserError)
+    # More of the present size than there is room for: as many as fit.
+    assert (answers[2]["target"], answers[3]["target"]) == (5, 1)
+    assert seen.gpus[140] == [1, 1, 1] and seen.gpus[-1] == [2]
+
+
+def test_a_run_that_goes_on_from_its_checkpoint_keeps_its_engines(tmp_path: Path) -> None:
+    """Their size from the start on, and those that were added beyond the configured number once the others work."""
+    death = Failure(time_s=200, event="learner")
+    crew = Scaled(configuration(tmp_path, 2, 1), [8], [(60, 3, 2)], death)
+    seen = executed(crew)
+    assert any("restart 1 of 3" in text for text in seen.said)
+    again = seen.said[seen.said.index("starting engines and learner", 5) :]
+    assert "engine 2 joins (3 wanted, with 2 GPU each)" in again
+    assert not any("leaves" in text for text in again)
+    assert seen.gpus[-1] == [2, 2, 2] and seen.session.engines.gpus == 2
+
+
+class Growing(Scaled):
+    """With an autoscaler, which brings a node at this time, or none."""
+
+    node_at_s = math.inf
+
+    async def place_engine(self, replica: int, gpus: float) -> Shortage | None:
+        shortage = await super().place_engine(replica, gpus)
+        asyncio.get_running_loop().call_at(self.node_at_s, self._gpus_of_nodes.setdefault, "new", 4)
+        return shortage and replace(shortage, may_grow=True)
+
+    async def check_fleet(self, fleet: Fleet) -> None:
+        """Whatever is asked for may come."""
+
+
+def test_an_autoscaler_is_given_its_time_before_sampling_stops(tmp_path: Path) -> None:
+    """2 engines have all GPUs; those of twice the size need a node. When it comes they go on there, and where none
+    comes in a minute (`cluster.placement_deadline_s`) one replaces both."""
+    crew = Growing(configuration(tmp_path / "comes", 2, 1), [2], [(60, 2, 2)])
+    crew.node_at_s = 90
+    seen = executed(crew)
+    assert min(seen.serving) == 2 and seen.gpus[-1] == [2, 2]
+    assert 90 - 55 <= seen.gpus.index([1, 1, 2]) <= 92 - 55
+
+    crew = Growing(configuration(tmp_path / "does not", 2, 1), [2], [(60, 2, 2)])
+    seen = executed(crew)
+    assert seen.serving[: 120 - 55] == [2] * (120 - 55) and seen.gpus[-1] == [2]
+    assert any("engine 2 did not start (attempt 1)" in text for text in seen.said)

@@ -128,7 +128,11 @@ async def test_every_role_and_every_engine_has_a_group_of_its_own(tmp_path: Path
 
     place = Placement(config, tmp_path)
     await place.reserve()
-    roles = {"placed-learner": {0: {"CPU": 0.5}}, "placed-verifiers-0": {0: {"CPU": SMALLEST_CPU_SHARE}}}
+    roles = {
+        "placed-learner": {0: {"CPU": 0.5}},
+        "placed-verifiers-0": {0: {"CPU": SMALLEST_CPU_SHARE}},
+        "placed-generation-0": {0: {"CPU": 0.5}},
+    }
     assert placed() == roles
     await place.reserve_one("generation", 3)
     await place.reserve_one("generation", 3)  # has its place already

@@ -30,8 +30,10 @@ from ray.util.placement_group import placement_group_table
 
 from headway.actors.generation_rows import GroupRequest
 from headway.cluster import ray_crew
-from headway.cluster.crew import Crew
+from headway.cluster.crew import Crew, Fleet
+from headway.cluster.engines import Engines
 from headway.cluster.ray_crew import ROLES, RayCrew
+from headway.cluster.watch import Waits
 from headway.core import rollouts
 from headway.core.config import Config, parse_config
 from headway.core.errors import (
@@ -44,6 +46,7 @@ from headway.core.errors import (
     RolloutFailed,
     StoreFull,
 )
+from headway.core.metrics import Recorder
 from headway.core.prompts import Prompt
 from headway.core.sections import Verifiers
 from headway.core.weights import Manifest
@@ -168,6 +171,7 @@ class Engine:
     """Does what the prompt's context says. Has a child process, as a real engine has."""
 
     def __init__(self, config: Config, model_folder: str, replica: int) -> None:
+        self.config = config
         self.replica = replica
         self.weights = -1
         self.sampled = 0
@@ -614,7 +618,9 @@ async def test_scorers_come_and_go_and_their_groups_stay(
         # Without room nothing changes.
         crew._placement._deadline_s = 1
         crew._placement._needs["verifiers"].bundle["CPU"] = 100
-        with pytest.raises(ClusterError, match="'verifiers-1' got no place in 1 s"):
+        with pytest.raises(
+            ClusterError, match=r"^no node can hold group 'verifiers-1': it asks for 100 CPU$"
+        ):
             await crew.resize("verifiers", 2)
         assert crew.replicas["verifiers"] == 1 and "elastic-verifiers-1" not in placed()
         assert (await roll(crew, 11)).group_id == 11
@@ -630,7 +636,7 @@ async def test_a_person_asks_the_run_from_another_process(crew: RayCrew) -> None
     )
     async with asyncio.timeout(30):
         ticket, kind, value = await crew.next_request()
-        assert (kind, value) == ("scale", ("verifiers", 3))
+        assert (kind, value) == ("scale", ("verifiers", 3, None))
         await crew.answer(ticket, {"before": 1, "after": 3})
         await crew.answer(99, "nobody asked")
         out, errors = await client.communicate()
@@ -691,6 +697,122 @@ async def test_engines_get_distinct_devices_and_the_others_none(tmp_path: Path) 
         ):
             await crew.start_engine(2)
         assert "devices-generation-2" not in placed()
+
+
+async def test_engines_of_another_size_take_the_places_of_those_that_there_are(tmp_path: Path) -> None:
+    """The driver's own engines, on two GPUs: 2 engines of one, 1 of both, 4 of a half."""
+    config = configuration(tmp_path, "sizes", generation={"cpus": 0.5, "gpus": 1, "drain_s": 0})
+    said: list[str] = []
+
+    def bundles() -> dict[str, float]:
+        rows = [row for row in placement_group_table().values() if row["name"].startswith("sizes-generation")]
+        assert {row["state"] for row in rows} <= {"CREATED", "REMOVED", "PENDING"}
+        return {
+            row["name"].removeprefix("sizes-generation-"): row["bundles"][0]["GPU"]
+            for row in rows
+            if row["state"] == "CREATED"
+        }
+
+    async def of(replica: int) -> tuple[float, float, int]:
+        """What an engine was told of its GPUs, and how many it sees."""
+        return await inside(
+            crew,
+            "generation",
+            replica,
+            lambda engine: (
+                engine.config.generation.gpus,
+                engine.config.generation.gpu_memory_utilization,
+                len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")),
+            ),
+        )
+
+    async with opened(config, engines=0) as crew, asyncio.TaskGroup() as loops:
+        release = await crew.publish(0)
+        tasks: set[asyncio.Task[None]] = set()
+        engines = Engines(
+            config,
+            crew,
+            Waits(),
+            Recorder(),
+            said.append,
+            lambda loop: tasks.add(loops.create_task(loop)),
+            on_left=lambda replica: None,
+        )
+
+        async def settled(replicas: int, gpus: float) -> None:
+            async with asyncio.timeout(60):
+                while not (engines.is_settled and engines.gpus == gpus and len(engines.all) == replicas):
+                    await asyncio.sleep(0.1)
+
+        await engines.start(Fleet(replicas=2, gpus=1))
+        engines.published(release)
+        engines.keep_all()
+        await settled(2, 1)
+        assert bundles() == {"0": 1, "1": 1} and await of(0) == (1, 0.9, 1)
+
+        for fleet, refusal in (
+            (Fleet(replicas=1, gpus=3), r"^no node has 3 GPU: the largest has 2$"),
+            (
+                Fleet(replicas=2, gpus=2),
+                r"^there is room for 1 x \(0.5 CPU \+ 2 GPU\) once .* have left, not for 2; ",
+            ),
+            (Fleet(replicas=5, gpus=0.5), r"^there is room for 4 x .* have left, not for 5; "),
+        ):
+            with pytest.raises(ClusterError, match=refusal):
+                await crew.check_fleet(fleet)
+        await crew.check_fleet(Fleet(replicas=1, gpus=2))
+        engines.scale(1, 2)
+        await settled(1, 2)
+        (replica,) = engines.all
+        assert bundles() == {str(replica): 2} and await of(replica) == (2, 0.9, 2)
+        assert f"engine {replica} waits for room for 0.5 CPU + 2 GPU" in said
+
+        await crew.check_fleet(Fleet(replicas=4, gpus=0.5))
+        engines.scale(4, 0.5)
+        await settled(4, 0.5)
+        assert bundles() == {str(replica): 0.5 for replica in engines.all}
+        assert {await of(replica) for replica in engines.all} == {(0.5, 0.45, 1)}
+        for task in tasks:
+            task.cancel()
+    assert not bundles()
+
+
+async def test_what_no_node_could_hold_is_refused_at_once(tmp_path: Path) -> None:
+    labelled = {"cpus": 0.5, "labels": {"for": "engine"}}
+    async with opened(configuration(tmp_path, "never", generation=labelled), engines=0) as crew:
+        began = time.monotonic()
+        with pytest.raises(ClusterError, match=r"^no node has 1 GPU on nodes labelled .*: there is none$"):
+            await crew.check_fleet(Fleet(replicas=1, gpus=1))
+        where = r"0.5 CPU \+ 1 GPU on a node labelled {'for': 'engine'}"
+        with pytest.raises(
+            ClusterError, match=rf"^no node can hold group 'generation-0': it asks for {where}$"
+        ):
+            await crew.place_engine(0, 1)
+        assert time.monotonic() - began < 1 and crew.placement_deadline_s == 20
+        assert "never-generation-0" not in placed()
+        # Nor is any actor left whose start was given up, wherever that was.
+        for pause_s in (0, 0.01, 0.3):
+            starting = asyncio.ensure_future(crew.start_engine(0))
+            await asyncio.sleep(pause_s)
+            starting.cancel()
+            await asyncio.wait([starting])
+            await crew.stop_engine(0)
+        async with asyncio.timeout(5):
+            while "never-generation-0" in placed():
+                await asyncio.sleep(0.05)
+
+
+async def test_gpus_that_cannot_share_a_model_are_refused(tmp_path: Path) -> None:
+    """Qwen2.5-0.5B: 14 attention heads, 2 for keys and values."""
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 14, "num_key_value_heads": 2}')
+    for gpus in (0.5, 1, 2, 14):
+        ray_crew._check_divides(tmp_path, gpus)
+    with pytest.raises(
+        ClusterError, match=r"^4 GPUs cannot share this model: it has 14 attention heads and 2 "
+    ):
+        ray_crew._check_divides(tmp_path, 4)
+    with pytest.raises(ClusterError, match="7 GPUs"):
+        ray_crew._check_divides(tmp_path, 7)  # no whole number of them for each head
 
 
 async def test_a_store_that_is_too_small_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from headway.actors.generation import GenerationActor, GroupRequest
 from headway.actors.verifier import VerifierWorker
+from headway.cluster.cli import main
 from headway.cluster.ledger import trained_groups
 from headway.cluster.preflight import prompts_of
 from headway.core import rollouts
@@ -173,7 +174,7 @@ def test_metrics_of_a_running_job_then_interrupt_and_resume(
     root: Path, tmp_path: Path, tiny_adder: Path
 ) -> None:
     """PPO with its five roles and two learner ranks. Lag shows on the endpoint while it runs; Ctrl-C leaves a
-    checkpoint; the resumed run trains each prompt once."""
+    checkpoint; the resumed run, with one engine, trains each prompt once."""
     folder = tmp_path / "tiny"
     ppo = [
         "algorithm.preset=ppo",
@@ -220,7 +221,8 @@ def test_metrics_of_a_running_job_then_interrupt_and_resume(
     before = steps_of(folder)
     assert before[-1]["version"] == stopped_at
 
-    done = run([*train(root, tmp_path, *ppo, f"run.steps={stopped_at + 4}"), "--resume"], root)
+    fewer = ["generation.replicas=1", f"run.steps={stopped_at + 4}"]
+    done = run([*train(root, tmp_path, *ppo, *fewer), "--resume"], root)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"resumed at version {stopped_at}" in done.stdout
     steps = steps_of(folder)
@@ -284,7 +286,7 @@ def test_everything_is_killed_once_and_every_prompt_is_trained_once(
     root: Path, tmp_path: Path, tiny_random: Path
 ) -> None:
     """One after another: an engine and a verifier, the queue, the metrics endpoint, the learner, the driver. In between
-    the run grows to three engines and shrinks to one."""
+    the run grows to three engines and shrinks to one, with which it is resumed."""
     folder = tmp_path / "tiny"
     overrides = ["model.path=tiny-random", "run.checkpoint_every=4", "data.num_prompts=2000"]
     command = train(root, tmp_path, *overrides, "generation.drain_s=0.2", "run.steps=100000")
@@ -349,7 +351,8 @@ def test_everything_is_killed_once_and_every_prompt_is_trained_once(
     assert re.search(r"learner 0 died.*: going on from version-\d+ \(restart 1 of 3\)", log.read_text())
     stopped = steps_of(folder)[-1]["version"]
 
-    done = run([*train(root, tmp_path, *overrides, f"run.steps={stopped + 4}"), "--resume"], root)
+    fewer = ["generation.replicas=1", f"run.steps={stopped + 4}"]
+    done = run([*train(root, tmp_path, *overrides, *fewer), "--resume"], root)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = steps_of(folder)
     assert [step["version"] for step in steps] == list(range(1, stopped + 5))
@@ -445,24 +448,43 @@ def test_an_existing_run_is_not_overwritten_by_accident(root: Path, tmp_path: Pa
         (["data.source=missing.jsonl"], "dataset missing.jsonl does not exist (data.source)"),
         (["data.source=reasoning_gym:chain_sums"], "nearest: chain_sum"),
         (["generation.max_model_len=50"], "generation.max_model_len=50 cannot hold the longest prompt"),
-        (
-            ["generation.gpus=1"],
-            "group 'generation' needs 2 x (0.5 CPU + 1 GPU), only 0 fit: the cluster has 0 GPU",
-        ),
         (["cluster.address=127.0.0.1:1"], "no Ray cluster at '127.0.0.1:1'"),
     ],
 )
 def test_a_users_mistake_is_one_clear_line_and_exit_code_2(
-    root: Path, tmp_path: Path, tiny_random: Path, overrides: list[str], message: str
+    root: Path,
+    tmp_path: Path,
+    tiny_random: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    overrides: list[str],
+    message: str,
 ) -> None:
+    """The command line in this process, as most of its time is the start of another one."""
     (tmp_path / "EMPTY.jsonl").write_text("\n")
     (tmp_path / "WRONG.jsonl").write_text('{"prompt": "1+1?", "answer": "two"}\n')
     bare = shutil.copytree(tiny_random, tmp_path / "BARE")
     (bare / "chat_template.jinja").unlink(missing_ok=True)
     filled = [re.sub("(EMPTY|WRONG|BARE)", rf"{tmp_path}/\1", override) for override in overrides]
+    arguments = ["configs/tiny.yaml", *SMALL, f"run.folder={tmp_path / 'runs'}", "model.path=tiny-random"]
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(sys, "argv", ["headway", "train", *arguments, *filled])
     began = time.monotonic()
-    done = run(train(root, tmp_path / "runs", "model.path=tiny-random", *filled), root)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output = capsys.readouterr()
+    assert ended.value.code == 2, output
+    assert message in output.err
+    assert "Traceback" not in output.err
+    assert time.monotonic() - began < 60
+
+
+def test_what_no_node_has_ends_the_process_with_one_clear_line_and_exit_code_2(
+    root: Path, tmp_path: Path, tiny_random: Path
+) -> None:
+    began = time.monotonic()
+    done = run(train(root, tmp_path, "model.path=tiny-random", "generation.gpus=1"), root)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert message in done.stderr
+    assert "group 'generation' needs 2 x (0.5 CPU + 1 GPU), only 0 fit: the cluster has 0 GPU" in done.stderr
     assert "Traceback" not in done.stderr
     assert time.monotonic() - began < 60

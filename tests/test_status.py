@@ -125,7 +125,7 @@ def test_a_run_says_what_it_does_while_it_starts_and_while_it_trains(tmp_path: P
     assert groups["trained"] == 4 * running["version"]
     assert (groups["queue_groups"], groups["queue_bytes"]) == (64, 64 << 20)
     assert running["roles"] == {
-        role: {"live": number, "target": number, "restarts": 0}
+        role: {"live": number, "target": number, "gpus": 0, "restarts": 0}
         for role, number in
         {"learner": 1, "generation": 2, "verifiers": 3, "queue": 1, "metrics": 1, "control": 1}.items()
     }  # fmt: skip
@@ -135,6 +135,21 @@ def test_a_run_says_what_it_does_while_it_starts_and_while_it_trains(tmp_path: P
     )
     assert all(engine["groups"] <= engine["limit"] == 2 for engine in running["engines"])
     assert len(running["reward"]["recent"]) == running["version"]
+
+
+def test_a_run_says_how_many_gpus_its_engines_have_and_are_to_have(tmp_path: Path) -> None:
+    _, crew, _ = execute(
+        configuration(tmp_path),
+        (60, "scale", ("generation", 3, 0.5)),
+        (61, "status", None),
+        (108, "status", None),
+    )
+    scaled, changing, changed = crew.said
+    assert (scaled["before"], scaled["target"], scaled["gpus"]) == (2, 3, 0.5)
+    assert changing["roles"]["generation"]["gpus"] == changed["roles"]["generation"]["gpus"] == 0.5
+    assert [engine["gpus"] for engine in changing["engines"]] == [0, 0, 0.5]
+    assert [engine["gpus"] for engine in changed["engines"]] == [0.5] * 3
+    assert changed["roles"]["generation"]["live"] == 3
 
 
 def test_a_stopped_run_ends_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
@@ -235,7 +250,7 @@ def test_an_account_on_the_terminal(tmp_path: Path) -> None:
     starting, running = crew.said
     running["version"], running["engines"][0]["version"] = 12, 10
     running["engines"][1] |= {"version": None, "kv_cache": 0.25, "leaving": True}
-    running["roles"]["generation"]["live"] = 1
+    running["roles"]["generation"] |= {"live": 1, "gpus": 0.25}
     running["lag"]["effective"] = 2
     running["groups"]["dropped"] = {"stale": 3, "no_signal": 0}
     running["placement"] = [
@@ -257,6 +272,7 @@ def test_an_account_on_the_terminal(tmp_path: Path) -> None:
         "forward backward 7",
         "a (4 GPU); b (4 GPU)",
         "b (2 CPU); 1 wait for a place",
+        "generation   1/2    0.25",
         "10 (-2)",
         "25%",
         "leaves",
