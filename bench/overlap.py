@@ -35,7 +35,7 @@ import pyarrow as pa
 from ray import cloudpickle
 
 from headway.actors.generation_rows import GroupRequest
-from headway.cluster.placement import disconnect, join
+from headway.cluster.joining import disconnect, join
 from headway.cluster.ray_crew import ROLES, RayCrew
 from headway.cluster.scenario import Scenario
 from headway.cluster.simulate import simulate, virtual_run

@@ -16,7 +16,8 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from headway.cluster.placement import connect, disconnect, store_table
+from headway.cluster.joining import connect, disconnect
+from headway.cluster.placement import store_table
 from headway.cluster.queue import RolloutQueue
 from headway.core import rollouts
 from headway.core.config import parse_config

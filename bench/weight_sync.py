@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from headway.cluster.placement import connect, disconnect
+from headway.cluster.joining import connect, disconnect
 from headway.cluster.ray_crew import RayCrew
 from headway.core.config import Config, parse_config
 from headway.learner.pretrained import model_folder

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from headway.cluster.placement import CONTROL, join, namespace
+from headway.cluster.joining import CONTROL, join, namespace
 from headway.core.errors import ClusterError, HeadwayError, Starved, UserError
 
 CLUSTER_FILE = "cluster.json"

@@ -38,7 +38,7 @@ def examine(path: Path, overrides: Sequence[str] = ()) -> Iterator[Row]:
             except HeadwayError as error:
                 yield from faults_of(name, error)
     finally:
-        from headway.cluster.placement import disconnect
+        from headway.cluster.joining import disconnect
 
         disconnect()
 

@@ -26,7 +26,7 @@ MASTER_BYTES = 16
 def nodes_of(config: Config) -> list[dict[str, Any]]:
     import ray
 
-    from headway.cluster.placement import connect
+    from headway.cluster.joining import connect
 
     connect(config)
     return [node for node in ray.nodes() if node["Alive"]]
@@ -42,7 +42,7 @@ def _ray(facts: Facts) -> Iterable[Row]:
 def _token(facts: Facts) -> Iterable[Row]:
     import ray
 
-    from headway.cluster.placement import wants_token
+    from headway.cluster.joining import wants_token
 
     address: str = ray.get_runtime_context().gcs_address if facts.nodes else ""
     if wants_token(address):
@@ -164,7 +164,7 @@ def _versions(facts: Facts) -> Iterable[Row]:
 def _groups(facts: Facts) -> Iterable[Row]:
     import ray
 
-    from headway.cluster.placement import check_resources, needs
+    from headway.cluster.room import check_resources, needs
 
     assert facts.nodes
     faults = ""
@@ -195,7 +195,7 @@ def _groups(facts: Facts) -> Iterable[Row]:
 
 
 def _gpus(facts: Facts) -> Iterable[Row]:
-    from headway.cluster.placement import needs
+    from headway.cluster.room import needs
 
     asked = sum(need.replicas * need.bundle.get("GPU", 0) for need in needs(facts.config))
     there = sum(node["Resources"].get("GPU", 0) for node in facts.nodes)
@@ -242,7 +242,7 @@ def _leftovers(facts: Facts) -> Iterable[Row]:
 
 
 def _store(facts: Facts) -> Iterable[Row]:
-    from headway.cluster.placement import check_store
+    from headway.cluster.room import check_store
 
     config, fault = facts.config, None
     labels = config.learner.labels.items()

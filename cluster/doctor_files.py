@@ -50,7 +50,7 @@ def parameters_of(folder: Path, config: Config) -> int:
     """Raises `DataError` for weights that are missing or damaged."""
     from safetensors import SafetensorError, safe_open
 
-    from headway.cluster.placement import published_bytes
+    from headway.cluster.room import published_bytes
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:

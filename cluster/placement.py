@@ -1,19 +1,15 @@
-"""Where Ray begins and ends: connecting, checking the cluster against the configuration, placing each role as a
-group of its own, and turning the plain role classes into Ray actors."""
+"""Each role as a group of its own on the cluster, and the plain role classes as Ray actors in it."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import math
 import os
 import sys
-import tempfile
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version as package_version
 from inspect import getmembers, iscoroutinefunction
 from pathlib import Path
@@ -21,17 +17,8 @@ from typing import Any
 
 import pyarrow as pa
 import ray
-from ray._private.authentication.authentication_token_setup import (
-    maybe_enable_token_auth_if_token_available,
-)
-from ray._private.authentication.grpc_authentication_client_interceptor import (
-    _get_authentication_metadata_tuple as metadata_with_token,
-)
-from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
-from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import available_resources_per_node
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, OutOfMemoryError, RayError, RaySystemError
-from ray.experimental.internal_kv import _internal_kv_get
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -43,276 +30,25 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from headway.cluster import code
 from headway.cluster.crew import NODE_DEADLINE_S, Fleet, Shortage
 from headway.cluster.elastic import Bundle, fitting, freed, in_the_way
+from headway.cluster.joining import CONTROL, namespace
+from headway.cluster.room import (
+    SHOWN_NODES,
+    Need,
+    could_hold,
+    demanding_first,
+    free_by_node,
+    may_grow,
+    needs,
+    nodes_for,
+)
 from headway.core.config import Config
 from headway.core.errors import ClusterError, StoreFull
-from headway.core.sections import Resources
-from headway.core.weights import ITEM_BYTES
 
-PROBE_DEADLINE_S = 5.0
-SMALLEST_CPU_SHARE = 0.01  # a placement-group bundle must ask for something
-SPARE_ENGINES = 4
-"""Engines that `headway scale` may add to a run on a Ray instance of its own."""
 POLL_S = 0.1
 ROOM_S = 2.0
 """A group that has no place by then has to wait for one."""
 CODE_DEADLINE_S = 60.0
 """For a node to say which code it has."""
-FAILURE_DETECTION = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 500,
-    "health_check_timeout_ms": 500,
-    "health_check_failure_threshold": 6,
-}
-"""A node that is gone is known to be gone after about three seconds; Ray's defaults take fifteen, and much less would
-take a node for gone whose cores are all busy."""
-CONTROL = "control"
-"""Name of a run's mailbox in its namespace."""
-FRAGMENTS = (
-    "; a part of a GPU is taken from one GPU, and what the others leave of each is too little: set gpus so that whole GPUs are "
-    "divided without rest"
-)
-SHOWN_NODES = 8
-
-
-def namespace(run_name: str) -> str:
-    """Ray namespace of a run."""
-    return f"headway-{run_name}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Need:
-    """What one role's group asks for."""
-
-    role: str
-    replicas: int
-    bundle: dict[str, float]
-    """Resources of one replica."""
-    labels: dict[str, str]
-
-
-def needs(config: Config) -> list[Need]:
-    """The groups of this configuration, largest GPU demand first."""
-    if config.stage != "rl":
-        return [_need("learner", config.learner.replicas, config.learner)]
-    groups = [
-        _need("learner", config.learner.replicas, config.learner),
-        _need("generation", config.generation.replicas, config.generation),
-        _need("verifiers", config.verifiers.replicas, config.verifiers),
-    ]
-    if config.judge.model:
-        groups.append(_need("judge", config.judge.replicas, config.judge))
-    if config.reward_model.path:
-        groups.append(_need("reward_model", config.reward_model.replicas, config.reward_model))
-    if config.algorithm.needs_reference:
-        groups.append(_need("reference", config.reference.replicas, config.reference))
-    if config.algorithm.needs_critic:
-        groups.append(_need("critic", config.critic.replicas, config.critic))
-    return sorted(groups, key=lambda need: -need.bundle.get("GPU", 0))
-
-
-def demanding_first(groups: Iterable[Need]) -> list[Need]:
-    """In the order in which they take their places: those that the fewest nodes can hold first."""
-    return sorted(groups, key=lambda n: (-n.bundle.get("GPU", 0), -len(n.labels), -n.bundle["CPU"]))
-
-
-def _need(role: str, replicas: int, resources: Resources) -> Need:
-    bundle = {"CPU": max(resources.cpus, SMALLEST_CPU_SHARE)}
-    if resources.gpus:
-        bundle["GPU"] = resources.gpus
-    return Need(role=role, replicas=replicas, bundle=bundle, labels=resources.labels)
-
-
-def connect(config: Config) -> None:
-    """Starts a local Ray instance, or joins the one that the configuration names. Raises `ClusterError`."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    address, run = config.cluster.address, namespace(config.run.name)
-    if address != "local":
-        join(address, run)
-        code.check_sent(ray.util.get_node_ip_address())
-        return
-    # CPUs of an instance of our own are tickets, not silicon: a small machine may share its cores, and engines that
-    # come later need tickets too. GPUs are what the machine has.
-    generation = config.generation
-    engines = max(generation.max_replicas or 0, generation.replicas + SPARE_ENGINES)
-    groups = [
-        need if need.role != "generation" else replace(need, replicas=engines) for need in needs(config)
-    ]
-    cpus = math.ceil(sum(need.replicas * need.bundle["CPU"] for need in groups))
-    join(
-        "local",
-        run,
-        include_dashboard=False,
-        num_cpus=max(os.cpu_count() or 1, cpus + 1),
-        _system_config=dict(FAILURE_DETECTION),  # Ray writes into it
-    )
-
-
-def join(address: str, run: str, **options: Any) -> None:
-    """Connects this process to Ray, in a run's namespace. Raises `ClusterError`."""
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    if address == "auto":
-        address = _found()
-    # Ray does not say that a cluster wants the token of this machine. Where it wants none, a driver that shows one cannot
-    # be reached by its own actors.
-    if address != "local" and wants_token(address):
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-        if ":" in address and wants_token(address, metadata_with_token()):
-            raise ClusterError(
-                f"cannot join the Ray cluster at {address!r}: unauthorised; set RAY_AUTH_TOKEN to the cluster's token, or put "
-                "it into ~/.ray/auth_token"
-            )
-    # Ray puts the driver's working directory first on every worker's import path. An empty folder keeps ours
-    # from standing in for packages of the same name.
-    neutral = Path(tempfile.gettempdir()) / f"headway-cwd-{os.getuid()}"
-    neutral.mkdir(mode=0o700, exist_ok=True)
-    before = os.getcwd()
-    os.chdir(neutral)
-    try:
-        ray.init(address=address, namespace=run, log_to_driver=False, logging_level=logging.ERROR, **options)
-    except Exception as error:  # Ray raises whatever its parts do, and plain ones of its own
-        ray.shutdown()  # what it had started by then
-        what = "start Ray" if address == "local" else f"join the Ray cluster at {address!r}"
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        raise ClusterError(f"cannot {what}: {reason or type(error).__name__}") from error
-    finally:
-        os.chdir(before)
-
-
-def disconnect() -> None:
-    """Leaves Ray; an instance that `connect` started ends with all its processes."""
-    ray.shutdown()
-
-
-def _found() -> str:
-    """Where `auto` leads, so that it can be probed: a cluster that was killed leaves its address behind."""
-    try:
-        address = canonicalize_bootstrap_address("auto")
-    except ConnectionError:
-        address = None
-    if address is None:
-        raise ClusterError(
-            "no Ray cluster on this machine; start one with 'ray start --head', or name one with RAY_ADDRESS=HEAD:6379"
-        )
-    return address
-
-
-def wants_token(address: str, metadata: tuple[tuple[str, str], ...] = ()) -> bool:
-    """Whether the cluster refuses whoever shows only this. Ray itself retries an address that nobody answers at for minutes;
-    one plain call tells at once. Raises `ClusterError`."""
-    import grpc
-
-    place = address.removeprefix("ray://")
-    if ":" not in place:
-        return True
-    with grpc.insecure_channel(place) as channel:
-        try:
-            channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")(
-                b"", timeout=PROBE_DEADLINE_S, metadata=metadata
-            )
-        except grpc.RpcError as error:
-            code: Any = error.code()  # pyright: ignore[reportAttributeAccessIssue]
-            if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise ClusterError(
-                    f"no Ray cluster at {address!r} ({code.name.lower()}); start one with 'ray start --head', or use "
-                    "cluster.address=local"
-                ) from error
-            return code == grpc.StatusCode.UNAUTHENTICATED
-    return False
-
-
-def check_resources(config: Config) -> None:
-    """Fits every replica onto the nodes that are alive. Raises `ClusterError` naming what is missing, unless the autoscaler
-    may add it."""
-    nodes = [(node["Resources"], node.get("Labels") or {}) for node in ray.nodes() if node["Alive"]]
-    faults = shortfalls(config, nodes)
-    if faults and not can_grow(_autoscaler_report(), (labels for _, labels in nodes)):
-        raise ClusterError("\n".join(faults))
-
-
-def shortfalls(config: Config, nodes: Iterable[tuple[Mapping[str, float], Mapping[str, str]]]) -> list[str]:
-    """What these nodes (their resources and labels) lack for every replica to fit, a line for each group."""
-    rooms = [_Room.of(resources, labels) for resources, labels in nodes]
-    total = {"CPU": sum(room.cpus for room in rooms), "GPU": sum(sum(room.gpus) for room in rooms)}
-    faults = []
-    for need in demanding_first(needs(config)):
-        placed = 0
-        while placed < need.replicas and any(room.take(need) for room in sorted(rooms, key=_Room.rest)):
-            placed += 1
-        if placed < need.replicas:
-            each = " + ".join(f"{amount:g} {key}" for key, amount in need.bundle.items())
-            where = f" on nodes labelled {need.labels}" if need.labels else ""
-            faults.append(
-                f"group '{need.role}' needs {need.replicas} x ({each}){where}, only {placed} fit: the cluster has "
-                f"{total['GPU']:g} GPU and {total['CPU']:g} CPU on {len(rooms)} node(s); "
-                f"lower {need.role}.replicas, {need.role}.gpus or {need.role}.cpus, or add nodes"
-                + (FRAGMENTS if any(room.is_in_fragments(need) for room in rooms) else "")
-            )
-    return faults
-
-
-@dataclass(kw_only=True, slots=True)
-class _Room:
-    """What is free on a node."""
-
-    cpus: float
-    gpus: list[float]
-    """Of each GPU."""
-    labels: Mapping[str, str]
-
-    @classmethod
-    def of(cls, resources: Mapping[str, float], labels: Mapping[str, str]) -> _Room:
-        gpus = [1.0] * int(resources.get("GPU", 0))
-        return cls(cpus=resources.get("CPU", 0.0), gpus=gpus, labels=labels)
-
-    def rest(self) -> tuple[float, float]:
-        """The smallest is filled first: what needs no GPU leaves them to others."""
-        return sum(self.gpus), self.cpus
-
-    def take(self, need: Need) -> bool:
-        """Room for one replica, if there is: whole GPUs, or a part of the one that has least to spare."""
-        amount = need.bundle.get("GPU", 0.0)
-        number, part = math.ceil(amount), min(1.0, amount)
-        fitting = sorted((free, gpu) for gpu, free in enumerate(self.gpus) if free >= part)[:number]
-        if not self._can_hold(need) or len(fitting) < number:
-            return False
-        self.cpus = round(self.cpus - need.bundle["CPU"], 6)
-        for free, gpu in fitting:
-            self.gpus[gpu] = round(free - part, 6)
-        return True
-
-    def _can_hold(self, need: Need) -> bool:
-        return self.cpus >= need.bundle["CPU"] and need.labels.items() <= self.labels.items()
-
-    def is_in_fragments(self, need: Need) -> bool:
-        """Whether enough is free of its GPUs together, and too little of each."""
-        amount = need.bundle.get("GPU", 0.0)
-        return (
-            0 < amount <= sum(self.gpus)
-            and self._can_hold(need)
-            and not replace(self, gpus=[*self.gpus]).take(need)
-        )
-
-
-def can_grow(report: Mapping[str, str] | None, labels: Iterable[Mapping[str, str]]) -> bool:
-    """Whether an autoscaler may add nodes. `report`: the type of each node by its id, as Ray's first autoscaler tells it; it
-    runs on every cluster that has no other, and where it can add none each node is a type of its own. The second one tells
-    nothing; the nodes that it starts are labelled with their group."""
-    if report is not None:
-        return any(kind != f"node_{node}" for node, kind in report.items())
-    return any("ray.io/node-group" in own for own in labels)
-
-
-def _may_grow() -> bool:
-    """Whether an autoscaler may add nodes to this cluster."""
-    alive = (node for node in ray.nodes() if node["Alive"])
-    return can_grow(_autoscaler_report(), (node.get("Labels") or {} for node in alive))
-
-
-def _autoscaler_report() -> dict[str, str] | None:
-    status = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
-    if status is None:
-        return None
-    return (json.loads(status).get("autoscaler_report") or {}).get("node_type_mapping")
 
 
 def check_code(config: Config) -> None:
@@ -358,17 +94,6 @@ def check_code(config: Config) -> None:
         raise ClusterError("\n".join(faults))
 
 
-def _free_by_node() -> list[dict[str, float]]:
-    """The node with the most GPUs and CPUs first."""
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    found = [
-        {key: free.get(key, 0.0) for key in ("CPU", "GPU")}
-        for node, free in available_resources_per_node().items()
-        if node in alive
-    ]
-    return sorted(found, key=lambda free: (-free["GPU"], -free["CPU"]))
-
-
 def store_table(table: pa.Table) -> Any:
     """The queue's way into the object store. Raises `StoreFull`."""
     try:
@@ -383,37 +108,6 @@ def short_reason(error: object) -> str:
         return str(error).partition(".")[0]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1].partition(" Worker exit type:")[0][:300].rstrip(".") if lines else type(error).__name__
-
-
-def published_bytes(config: Config, model_folder: str) -> int:
-    """Size of one published weight version: the model's tensors in `model.dtype`. An adapter is small beside it and
-    counts as nothing."""
-    if config.learner.lora_rank:
-        return 0
-    elements = 0
-    for file in Path(model_folder).glob("*.safetensors"):
-        with file.open("rb") as content:
-            header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
-        elements += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return elements * ITEM_BYTES[config.model.dtype]
-
-
-def check_store(config: Config, model_folder: str, weight_nodes: set[str]) -> None:
-    """The object store must hold the queue on the driver's node, and on each of `weight_nodes` (ids) the version that
-    is served beside the one that replaces it. Raises `ClusterError`."""
-    weights = 2 * published_bytes(config, model_folder)
-    here = ray.get_runtime_context().get_node_id()
-    for node in ray.nodes():
-        identity = node["NodeID"]
-        queue = config.queue.max_mib << 20 if identity == here else 0
-        needed = queue + (weights if identity in weight_nodes else 0)
-        size = int(node["Resources"].get("object_store_memory", 0))
-        if node["Alive"] and needed > size:
-            raise ClusterError(
-                f"the object store of node {node['NodeManagerAddress']} holds {size >> 20} MiB, but this run needs "
-                f"{-(-needed >> 20)} MiB there: queue.max_mib={queue >> 20} and {needed - queue >> 20} MiB for two weight "
-                "versions; lower queue.max_mib, or start Ray with a larger --object-store-memory (and /dev/shm)"
-            )
 
 
 class Placement:
@@ -431,7 +125,7 @@ class Placement:
         self._logs = folder / "logs"
         self._groups: dict[str, PlacementGroup] = {}
         """By name: `learner`, or `ROLE-REPLICA`."""
-        self._may_grow = ray.is_initialized() and _may_grow()
+        self._may_grow = ray.is_initialized() and may_grow()
         """What was found when someone last asked for something."""
 
     @property
@@ -490,10 +184,10 @@ class Placement:
         group = self._groups.get(name)
         if group is not None and gpus is not None and _gpus(group) != gpus:
             self.release_one(role, replica)
-        self._may_grow = await asyncio.to_thread(_may_grow)
+        self._may_grow = await asyncio.to_thread(may_grow)
         bundle = " + ".join(f"{amount:g} {key}" for key, amount in need.bundle.items())
         where = f" on a node labelled {need.labels}" if need.labels else ""
-        if not self._may_grow and not await asyncio.to_thread(_could_hold, need):
+        if not self._may_grow and not await asyncio.to_thread(could_hold, need):
             self.release_one(role, replica)
             raise ClusterError(f"no node can hold group '{name}': it asks for {bundle}{where}")
         if name not in self._groups:
@@ -521,10 +215,10 @@ class Placement:
         need = self._with_gpus("generation", fleet.gpus)
         free, held = await asyncio.to_thread(self._engine_room)
         room = fitting(need.bundle, freed(free, held))
-        if room >= fleet.replicas or await asyncio.to_thread(_may_grow):
+        if room >= fleet.replicas or await asyncio.to_thread(may_grow):
             return
         where = f" on nodes labelled {need.labels}" if need.labels else ""
-        most = max((node["Resources"].get("GPU", 0) for node in _alive(need)), default=0)
+        most = max((node["Resources"].get("GPU", 0) for node in nodes_for(need)), default=0)
         if fleet.gpus > most:
             has = f"the largest has {most:g}" if most else "there is none"
             raise ClusterError(f"no node has {fleet.gpus:g} GPU{where}: {has}")
@@ -536,7 +230,7 @@ class Placement:
 
     def _engine_room(self) -> tuple[dict[str, Bundle], dict[int, tuple[str, Bundle]]]:
         """What is free on each node that engines may be on, and node and resources of those that have a place."""
-        nodes = {node["NodeID"] for node in _alive(self._needs["generation"])}
+        nodes = {node["NodeID"] for node in nodes_for(self._needs["generation"])}
         free = {node: has for node, has in available_resources_per_node().items() if node in nodes}
         held: dict[int, tuple[str, Bundle]] = {}
         for name, group in list(self._groups.items()):
@@ -574,14 +268,14 @@ class Placement:
             await asyncio.sleep(POLL_S)
 
     async def _placed(self, name: str) -> None:
-        self._may_grow = await asyncio.to_thread(_may_grow)
+        self._may_grow = await asyncio.to_thread(may_grow)
         deadline_s = self.deadline_s
         try:
             async with asyncio.timeout(deadline_s):
                 while not await self.nodes(name):
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
-            need, free = self._needs[name.partition("-")[0]], await asyncio.to_thread(_free_by_node)
+            need, free = self._needs[name.partition("-")[0]], await asyncio.to_thread(free_by_node)
             where = f" on nodes labelled {need.labels}" if need.labels else ""
             more = f" and on {len(free) - SHOWN_NODES} others less" if len(free) > SHOWN_NODES else ""
             parts = ", a part of a GPU from one GPU" if _gpus(self._groups[name]) % 1 else ""
@@ -641,23 +335,6 @@ class Placement:
         for group in self._groups.values():
             remove_placement_group(group)
         self._groups.clear()
-
-
-def _alive(need: Need) -> list[dict[str, Any]]:
-    """The nodes with its labels."""
-    return [
-        node
-        for node in ray.nodes()
-        if node["Alive"] and need.labels.items() <= (node.get("Labels") or {}).items()
-    ]
-
-
-def _could_hold(need: Need) -> bool:
-    """Whether a node has as much, free or not."""
-    return any(
-        all(node["Resources"].get(key, 0) >= amount for key, amount in need.bundle.items())
-        for node in _alive(need)
-    )
 
 
 def _gpus(group: PlacementGroup) -> float:

@@ -39,17 +39,10 @@ from headway.actors.verifier import VerifierWorker
 from headway.cluster.control import CLUSTER_FILE, Mailbox
 from headway.cluster.crew import EngineReport, Fleet, Release, Shortage, Trained
 from headway.cluster.exporter import Exporter
-from headway.cluster.placement import (
-    CONTROL,
-    POLL_S,
-    Placement,
-    check_store,
-    namespace,
-    needs,
-    short_reason,
-    store_table,
-)
+from headway.cluster.joining import CONTROL, namespace
+from headway.cluster.placement import POLL_S, Placement, short_reason, store_table
 from headway.cluster.queue import Receipt, RolloutQueue
+from headway.cluster.room import check_store, needs
 from headway.cluster.traces import traced
 from headway.core.config import Config
 from headway.core.errors import (

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import yaml
 from ray._private.label_utils import validate_node_label_syntax
 
-from headway.cluster.placement import FAILURE_DETECTION, Need, needs
+from headway.cluster.joining import FAILURE_DETECTION
+from headway.cluster.room import Need, needs
 from headway.core import datasets
 from headway.core.config import Config
 from headway.core.errors import ConfigError

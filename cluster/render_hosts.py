@@ -12,8 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from headway.cluster.placement import FAILURE_DETECTION, needs
+from headway.cluster.joining import FAILURE_DETECTION
 from headway.cluster.render import cores, node_labels, run_volume
+from headway.cluster.room import needs
 from headway.core.config import Config
 from headway.core.errors import ConfigError
 

@@ -143,7 +143,7 @@ def _look(
     """What `show` made of a function that asks the run; of a run that is over, what its folder says. Raises as
     `control.scale`."""
     from headway.cluster.control import ask, cluster_of, find
-    from headway.cluster.placement import CONTROL
+    from headway.cluster.joining import CONTROL
     from headway.cluster.stop import cluster_address, holdings, is_there
 
     try:

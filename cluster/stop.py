@@ -18,7 +18,8 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 
 from headway.cluster import submit
 from headway.cluster.control import ask, cluster_of, find
-from headway.cluster.placement import POLL_S, PROBE_DEADLINE_S, namespace
+from headway.cluster.joining import PROBE_DEADLINE_S, namespace
+from headway.cluster.placement import POLL_S
 from headway.cluster.run import CLOSE_DEADLINE_S
 from headway.cluster.session import CHECKPOINT_DEADLINE_S
 from headway.core.errors import ClusterError, Starved

@@ -224,7 +224,7 @@ def listed(client: Any, kind: str, **equal: str) -> list[dict[str, Any]]:
 def check_cluster(client: Any, config: Config, say: Callable[[str], None]) -> str:
     """Versions, resources and disks of the cluster against the run; returns the Python of its head. Nodes are not compared
     with one another: Ray lets none in that differs from the head. Raises `ClusterError`, a line for each fault."""
-    from headway.cluster.placement import can_grow, shortfalls
+    from headway.cluster.room import can_grow, shortfalls
 
     head = look(client, "/api/v0/cluster_metadata")
     faults: list[str] = []

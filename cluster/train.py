@@ -13,8 +13,8 @@ from rich.console import Console
 
 from headway.actors.offline import HELD_OUT, TRAIN
 from headway.cluster import loops
+from headway.cluster.joining import connect, disconnect
 from headway.cluster.offline import OfflineRun, prepare_rows
-from headway.cluster.placement import check_resources, connect, disconnect
 from headway.cluster.preflight import (
     check_outputs,
     encode_demonstrations,
@@ -27,6 +27,7 @@ from headway.cluster.preflight import (
 from headway.cluster.progress import Progress
 from headway.cluster.ray_crew import RayCrew
 from headway.cluster.report import write_report
+from headway.cluster.room import check_resources
 from headway.cluster.run import Run
 from headway.cluster.run_folder import check_same_inputs
 from headway.core.config import Config, dump_config

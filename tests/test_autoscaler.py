@@ -23,7 +23,7 @@ from ray import cloudpickle
 
 from headway.cluster.crew import NODE_DEADLINE_S, Fleet, Release
 from headway.cluster.engines import Engines
-from headway.cluster.placement import connect, disconnect
+from headway.cluster.joining import connect, disconnect
 from headway.cluster.ray_crew import ROLES, RayCrew
 from headway.cluster.watch import Waits
 from headway.core.config import Config, parse_config

@@ -28,9 +28,10 @@ from ray.exceptions import RayActorError
 from headway.cluster import submit as jobs
 from headway.cluster.doctor_cluster import left_behind
 from headway.cluster.exporter import LAST_PORT, Exporter
-from headway.cluster.placement import Placement, _hosted, check_resources, shortfalls, store_table
+from headway.cluster.placement import Placement, _hosted, store_table
 from headway.cluster.queue import RolloutQueue, Room
 from headway.cluster.ray_crew import RayCrew
+from headway.cluster.room import check_resources, shortfalls
 from headway.core import rollouts
 from headway.core.config import Config, parse_config
 from headway.core.errors import ClusterError, ConfigError

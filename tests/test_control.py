@@ -16,7 +16,8 @@ import pytest
 import ray
 
 from headway.cluster.control import CLUSTER_FILE, Mailbox, scale
-from headway.cluster.placement import CONTROL, Placement, connect, disconnect
+from headway.cluster.joining import CONTROL, connect, disconnect
+from headway.cluster.placement import Placement
 from headway.core.config import parse_config
 from headway.core.errors import ClusterError, Starved, UserError
 

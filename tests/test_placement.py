@@ -17,18 +17,10 @@ import torch
 from ray.exceptions import RayActorError
 from safetensors.torch import save_file
 
-from headway.cluster.placement import (
-    SMALLEST_CPU_SHARE,
-    Placement,
-    _hosted,
-    check_resources,
-    check_store,
-    connect,
-    disconnect,
-    published_bytes,
-    store_table,
-)
+from headway.cluster.joining import connect, disconnect
+from headway.cluster.placement import Placement, _hosted, store_table
 from headway.cluster.queue import RolloutQueue
+from headway.cluster.room import SMALLEST_CPU_SHARE, check_resources, check_store, published_bytes
 from headway.core import rollouts
 from headway.core.config import parse_config
 from headway.core.errors import ClusterError

@@ -21,9 +21,9 @@ from packaging.specifiers import SpecifierSet
 from typer.testing import CliRunner
 
 from headway.cluster.deploy_cli import app
-from headway.cluster.placement import needs
 from headway.cluster.render import KubeRay, groups, kuberay, rule_groups, to_yaml
 from headway.cluster.render_hosts import Size, hosts
+from headway.cluster.room import needs
 from headway.core.config import Config, load_config, parse_config
 from headway.core.errors import ConfigError
 

@@ -19,7 +19,7 @@ import ray
 from rich.console import Console
 
 from headway.cluster.cli import main
-from headway.cluster.placement import connect, disconnect
+from headway.cluster.joining import connect, disconnect
 from headway.cluster.run import Run
 from headway.cluster.scenario import Scenario
 from headway.cluster.simulate import virtual_run
@@ -327,7 +327,7 @@ DRIVER = """
 import asyncio, sys
 import ray
 from headway.cluster.control import Mailbox
-from headway.cluster.placement import CONTROL, join, namespace
+from headway.cluster.joining import CONTROL, join, namespace
 
 address, name, behaviour = sys.argv[1:]
 join(address, namespace(name))

@@ -30,7 +30,7 @@ import pytest
 
 from headway.cluster import code
 from headway.cluster import submit as jobs
-from headway.cluster.placement import can_grow, shortfalls
+from headway.cluster.room import can_grow, shortfalls
 from headway.cluster.submit import build_wheel
 from headway.core.config import Config, parse_config
 from headway.core.errors import ClusterError, ConfigError
