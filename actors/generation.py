@@ -364,7 +364,9 @@ class GenerationActor:
     async def shutdown(self) -> None:
         """Ends the engine's processes and removes their files."""
         if hasattr(self, "_engine"):
-            self._engine.shutdown()
+            self._engine.shutdown(
+                timeout=0
+            )  # it would wait for its processes, and then end them all the same
             del self._engine  # its finaliser needs modules that are gone at interpreter exit
         self._traces.remove()
 

@@ -236,7 +236,7 @@ class JudgeActor:
     async def shutdown(self) -> None:
         """Ends the engine's processes and removes their files."""
         if hasattr(self, "_engine"):
-            self._engine.shutdown()
+            self._engine.shutdown(timeout=0)
             del self._engine  # its finaliser needs modules that are gone at interpreter exit
         self._traces.remove()
 

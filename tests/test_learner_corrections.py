@@ -230,7 +230,8 @@ def test_a_nucleus_is_refused_with_a_correction_because_every_weight_would_be_wr
     for correction in CORRECTIONS:
         with pytest.raises(ConfigError, match="top_p"):
             parse_config({"sampling": {"top_p": 0.9}, "algorithm": {"correction": correction}})
-    parse_config({"sampling": {"top_p": 0.9}, "algorithm": {"correction": "none"}})
+    none = {"correction": "none", "ess_lr": False}
+    parse_config({"sampling": {"top_p": 0.9}, "algorithm": none})
 
 
 # ---- statistics

@@ -360,8 +360,10 @@ def test_everything_is_killed_once_and_every_prompt_is_trained_once(
     assert all(0 <= lag <= 2 for step in steps for lag in step["lag"])
     trained = trained_groups(folder / "ledger.jsonl")  # raises if a group was trained twice
     assert sorted(trained) == list(range(4 * (stopped + 4)))
-    stored = sorted((folder / "rollouts").iterdir())
-    assert len(stored) == stopped + 4
+    stored = {path.name for path in (folder / "rollouts").iterdir()}
+    # The queue may die with a batch that was trained, before it is written.
+    lost = set(re.findall(r"(step-\d+\.parquet) is not kept: queue 0 died", log.read_text()))
+    assert stored | lost == {f"step-{step:06d}.parquet" for step in range(1, stopped + 5)} and len(lost) <= 1
     time.sleep(1)
     assert [p for entry in (folder / "logs").iterdir() for p in processes_of(entry)] == []
     run_hash = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=4).hexdigest()
