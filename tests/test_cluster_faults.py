@@ -471,7 +471,8 @@ from headway.core.errors import ActorDied
 
 monitor = {"memory_usage_threshold": 0.0, "memory_monitor_refresh_ms": 4000}  # any memory at all is too much
 ray.init(
-    num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False, logging_level=50,
+    address="local", num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False,
+    logging_level=50,
     _system_config=monitor,
 )
 
