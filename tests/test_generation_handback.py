@@ -552,7 +552,8 @@ async def test_an_actor_that_is_killed_takes_its_engine_along(tiny_random: Path,
     assert [path for path in Path(record["folder"]).iterdir() if path.is_socket()]
     host.kill()
     host.wait()
-    await until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid, _ in record["processes"]))
+    left = record["processes"]
+    await until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid, _ in left), timeout_s=60)
     assert [file.name for file in files if file.exists()] == [files[0].name]  # the weights
     remove_traces(files[0].name.rpartition(".")[0])
     assert not files[0].exists() and not Path(record["folder"]).exists()

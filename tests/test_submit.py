@@ -433,6 +433,8 @@ def test_ctrl_c_ends_the_following_and_not_the_run(root: Path, running: Running)
         cwd=root,
         env=USER,
         stdout=subprocess.PIPE,
+        # Whoever runs the tests in the background may have it ignored, which is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert follower.stdout is not None
     first = follower.stdout.readline().decode()
