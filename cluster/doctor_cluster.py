@@ -24,12 +24,11 @@ MASTER_BYTES = 16
 
 
 def nodes_of(config: Config) -> list[dict[str, Any]]:
-    import ray
-
     from headway.cluster.joining import connect
+    from headway.cluster.room import alive
 
     connect(config)
-    return [node for node in ray.nodes() if node["Alive"]]
+    return alive()
 
 
 def _ray(facts: Facts) -> Iterable[Row]:
@@ -57,12 +56,9 @@ def _token(facts: Facts) -> Iterable[Row]:
 
 
 def machines_of(nodes: list[dict[str, Any]]) -> dict[str, dict[str, Any] | None]:
-    import ray
-    from ray.exceptions import RayError
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    from headway.cluster.room import answers_of
 
     def look() -> dict[str, Any]:
-        """Runs where headway may be missing, so it stands for itself."""
         import os
         import platform
         import shutil
@@ -92,22 +88,8 @@ def machines_of(nodes: list[dict[str, Any]]) -> dict[str, dict[str, Any] | None]
             "left": left,
         }
 
-    remote: Any = ray.remote
-    asked = {
-        node["NodeManagerAddress"]: remote(num_cpus=0, max_retries=0)(look)
-        .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
-        .remote()
-        for node in nodes
-    }
-    ray.wait(list(asked.values()), num_returns=len(asked), timeout=PROBE_S)
-    said: dict[str, dict[str, Any] | None] = {}
-    get: Any = ray.get
-    for address, reference in asked.items():
-        try:
-            said[address] = get(reference, timeout=0)
-        except (RayError, TimeoutError):
-            said[address] = None
-    return said
+    answers = answers_of(nodes, look, PROBE_S)
+    return {node["NodeManagerAddress"]: answers.get(node["NodeID"]) for node in nodes}
 
 
 def left_behind() -> dict[str, list[int]]:

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import ray
 from ray._private.state import available_resources_per_node
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError, OutOfMemoryError, RayError, RaySystemError
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, OutOfMemoryError, RaySystemError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -34,6 +34,8 @@ from headway.cluster.joining import CONTROL, namespace
 from headway.cluster.room import (
     SHOWN_NODES,
     Need,
+    alive,
+    answers_of,
     could_hold,
     demanding_first,
     free_by_node,
@@ -64,32 +66,19 @@ def check_code(config: Config) -> None:
         )
 
     def look() -> str | None:
-        """Runs where headway may be missing, so it stands for itself."""
         try:
             from headway.cluster.code import here
         except ImportError:
             return None
         return here()
 
-    remote: Any = ray.remote(num_cpus=0, max_retries=0)(look)
-    nodes = [node for node in ray.nodes() if node["Alive"] and can_carry(node)]
-    asked = [
-        remote.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote()
+    nodes = [node for node in alive() if can_carry(node)]
+    found = answers_of(nodes, look, CODE_DEADLINE_S)  # actors on those that do not answer look again
+    faults = [
+        code.difference(found[node["NodeID"]], code.here(), node["NodeManagerAddress"])
         for node in nodes
+        if found.get(node["NodeID"], code.here()) != code.here()
     ]
-    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=CODE_DEADLINE_S)
-    faults = []
-    for node, question in zip(nodes, asked, strict=True):
-        if question not in answered:
-            continue  # its actors look again
-        try:
-            found: Any = ray.get(question)
-        except RayError:  # the node has just died
-            continue
-        if found != code.here():
-            faults.append(code.difference(found, code.here(), node["NodeManagerAddress"]))
     if faults:
         raise ClusterError("\n".join(faults))
 
@@ -292,8 +281,8 @@ class Placement:
         row = await asyncio.to_thread(placement_group_table, self._groups[name])
         nodes = set(row["bundles_to_node_id"].values()) if row["state"] == "CREATED" else set[str]()
         # A group is not moved before the cluster knows that its node is gone.
-        alive = {node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]}
-        return nodes if nodes <= alive else set()
+        there = {node["NodeID"] for node in await asyncio.to_thread(alive)}
+        return nodes if nodes <= there else set()
 
     def release_one(self, role: str, replica: int) -> None:
         """Gives a replica's resources back, if it has any."""

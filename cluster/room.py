@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import ray
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.state import available_resources_per_node
+from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_get
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from headway.core.config import Config
 from headway.core.errors import ClusterError
@@ -70,12 +73,36 @@ def _need(role: str, replicas: int, resources: Resources) -> Need:
     return Need(role=role, replicas=replicas, bundle=bundle, labels=resources.labels)
 
 
+def alive() -> list[dict[str, Any]]:
+    """The nodes of the cluster, as Ray describes them."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def answers_of(
+    nodes: Iterable[Mapping[str, Any]], look: Callable[[], Any], timeout_s: float
+) -> dict[str, Any]:
+    """What `look` gives on each of these nodes, by their ids; of those that do not answer in time nothing. It runs where
+    headway may be missing, so it has to stand for itself."""
+    remote: Any = ray.remote(num_cpus=0, max_retries=0)(look)
+    asked = {
+        remote.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(): node["NodeID"]
+        for node in nodes
+    }
+    answered, _ = ray.wait([*asked], num_returns=len(asked), timeout=timeout_s)
+    found: dict[str, Any] = {}
+    for question in answered:
+        with suppress(RayError):  # the node has just died
+            found[asked[question]] = ray.get(question)
+    return found
+
+
 def check_resources(config: Config) -> None:
     """Fits every replica onto the nodes that are alive. Raises `ClusterError` naming what is missing, unless the autoscaler
     may add it."""
-    nodes = [(node["Resources"], node.get("Labels") or {}) for node in ray.nodes() if node["Alive"]]
-    faults = shortfalls(config, nodes)
-    if faults and not can_grow(_autoscaler_report(), (labels for _, labels in nodes)):
+    faults = shortfalls(config, [(node["Resources"], node.get("Labels") or {}) for node in alive()])
+    if faults and not may_grow():
         raise ClusterError("\n".join(faults))
 
 
@@ -154,8 +181,7 @@ def can_grow(report: Mapping[str, str] | None, labels: Iterable[Mapping[str, str
 
 def may_grow() -> bool:
     """Whether an autoscaler may add nodes to this cluster."""
-    alive = (node for node in ray.nodes() if node["Alive"])
-    return can_grow(_autoscaler_report(), (node.get("Labels") or {} for node in alive))
+    return can_grow(_autoscaler_report(), (node.get("Labels") or {} for node in alive()))
 
 
 def _autoscaler_report() -> dict[str, str] | None:
@@ -167,11 +193,11 @@ def _autoscaler_report() -> dict[str, str] | None:
 
 def free_by_node() -> list[dict[str, float]]:
     """The node with the most GPUs and CPUs first."""
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    there = {node["NodeID"] for node in alive()}
     found = [
         {key: free.get(key, 0.0) for key in ("CPU", "GPU")}
         for node, free in available_resources_per_node().items()
-        if node in alive
+        if node in there
     ]
     return sorted(found, key=lambda free: (-free["GPU"], -free["CPU"]))
 
@@ -194,12 +220,12 @@ def check_store(config: Config, model_folder: str, weight_nodes: set[str]) -> No
     is served beside the one that replaces it. Raises `ClusterError`."""
     weights = 2 * published_bytes(config, model_folder)
     here = ray.get_runtime_context().get_node_id()
-    for node in ray.nodes():
+    for node in alive():
         identity = node["NodeID"]
         queue = config.queue.max_mib << 20 if identity == here else 0
         needed = queue + (weights if identity in weight_nodes else 0)
         size = int(node["Resources"].get("object_store_memory", 0))
-        if node["Alive"] and needed > size:
+        if needed > size:
             raise ClusterError(
                 f"the object store of node {node['NodeManagerAddress']} holds {size >> 20} MiB, but this run needs "
                 f"{-(-needed >> 20)} MiB there: queue.max_mib={queue >> 20} and {needed - queue >> 20} MiB for two weight "
@@ -209,11 +235,7 @@ def check_store(config: Config, model_folder: str, weight_nodes: set[str]) -> No
 
 def nodes_for(need: Need) -> list[dict[str, Any]]:
     """The nodes with its labels."""
-    return [
-        node
-        for node in ray.nodes()
-        if node["Alive"] and need.labels.items() <= (node.get("Labels") or {}).items()
-    ]
+    return [node for node in alive() if need.labels.items() <= (node.get("Labels") or {}).items()]
 
 
 def could_hold(need: Need) -> bool:

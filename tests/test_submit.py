@@ -620,7 +620,21 @@ def test_the_wheel_holds_every_module_under_its_full_name(root: Path, tmp_path: 
     assert not (root / "build" / "lib").exists()
 
 
-class Dashboard(BaseHTTPRequestHandler):
+class Json(BaseHTTPRequestHandler):
+    """Answers with JSON, and prints nothing."""
+
+    def answer(self, tree: Any) -> None:
+        body = json.dumps(tree).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class Dashboard(Json):
     """Ray's, with one job. Requests for what `left` names get no answer, as many times as it says."""
 
     left: dict[str, int]
@@ -637,14 +651,7 @@ class Dashboard(BaseHTTPRequestHandler):
             "version": {"version": "4", "ray_version": "2.60.0", "ray_commit": ""},
             "logs": {"logs": "trained\n"},
         }
-        body = json.dumps(answers.get(self.path.rsplit("/", 1)[-1], job)).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+        self.answer(answers.get(self.path.rsplit("/", 1)[-1], job))
 
 
 @pytest.mark.parametrize("lost", [1, 1000])
@@ -674,18 +681,11 @@ def test_a_request_without_an_answer_is_sent_again_but_not_for_ever(
 def dashboard(**answers: Any) -> Iterator[Any]:
     """A client of a dashboard that gives these answers, by the end of what is asked."""
 
-    class Answering(BaseHTTPRequestHandler):
+    class Answering(Json):
         def do_GET(self) -> None:
             kind = self.path.partition("?")[0].rpartition("/")[2]
             answer = {"version": "4", "ray_version": "2.60.0", "ray_commit": ""}
-            body = json.dumps(answer if kind == "version" else {"data": answers[kind]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
+            self.answer(answer if kind == "version" else {"data": answers[kind]})
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
