@@ -164,8 +164,9 @@ async def until(holds: Any, within_s: float = 60) -> None:
 
 
 async def test_an_engine_without_room_brings_a_node_and_its_leaving_lets_it_go(
-    address: str, tmp_path: Path
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("headway.cluster.placement.ROOM_S", 30)  # the head has room
     tree = {
         "run": {"name": "grows", "folder": str(tmp_path)},
         "cluster": {"address": address, "placement_deadline_s": 1},  # no node comes as soon
@@ -196,6 +197,7 @@ async def test_an_engine_without_room_brings_a_node_and_its_leaving_lets_it_go(
             assert crew.placement_deadline_s == NODE_DEADLINE_S
             await crew.check_fleet(Fleet(replicas=3, gpus=1))  # which nodes may come nobody says
 
+            monkeypatch.setattr("headway.cluster.placement.ROOM_S", 0.1)  # a raylet takes longer to start
             engines.scale(2)
             await until(lambda: engines.serving == 2)
             assert said == [
