@@ -67,15 +67,16 @@ def train(
 
 
 def _train(config: Config, *, resume: bool, overwrite: bool) -> int:
-    from headway.cluster.run_folder import prepare_folder
+    from headway.cluster.run_folder import alone_in, prepare_folder
 
-    checkpoint = prepare_folder(config, resume=resume, overwrite=overwrite)
-    # Heavy modules only now, when what can be known without them is known.
-    from headway.cluster.train import train_loop, train_offline, train_policy
+    with alone_in(config.run_folder):
+        checkpoint = prepare_folder(config, resume=resume, overwrite=overwrite)
+        # Heavy modules only now, when what can be known without them is known.
+        from headway.cluster.train import train_loop, train_offline, train_policy
 
-    offline = train_offline if config.offline.loop == "none" else train_loop
-    train = train_policy if config.stage == "rl" else offline
-    stopped_at = train(config, console, checkpoint=checkpoint, resume=resume)
+        offline = train_offline if config.offline.loop == "none" else train_loop
+        train = train_policy if config.stage == "rl" else offline
+        stopped_at = train(config, console, checkpoint=checkpoint, resume=resume)
     if stopped_at is not None:
         console.print(f"stopped at version {stopped_at}; go on with --resume", highlight=False)
         return EXIT_INTERRUPTED
@@ -263,6 +264,8 @@ def replay(
     """
     from headway.cluster import replay as again
 
+    if score and name is not None:
+        raise ConfigError("--score writes nothing that --name could name; give one of them")
     config = again.replay_config(run, overrides or [])
     if score:
         _score(config, run, as_json=as_json)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,8 @@ from headway.core.sections import Algorithm
 from headway.learner import checkpoint
 
 INPUTS = "inputs.json"
+WRITTEN_FIRST = ("config.json", "rows.parquet", "demonstrations.parquet")
+"""One of them is in every folder that a run has written to."""
 MAY_CHANGE = (
     "run.steps",
     "run.checkpoint_every",
@@ -39,9 +45,37 @@ MAY_CHANGE_SECTIONS = ("generation", "verifiers", "queue", "metrics", "cluster")
 """What a resumed run may set anew: nothing that decides which data the weights have seen, and how."""
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Makes the folder, if it is not there, and keeps other drivers of this machine out of it. Raises `ConfigError` when one
+    is in it, and where there can be none. A folder that is still empty at the end is taken away."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"run folder {folder} cannot be made: {error.strerror}; set run.folder") from error
+    try:
+        # A network file system may have no such locks; on a cluster the names of the run's actors are taken as well.
+        with suppress(OSError):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"run folder {folder} is in use: a run is training in it; wait for its end, stop it, or set run.name"
+                ) from None
+        yield
+    finally:
+        os.close(lock)
+        with suppress(OSError):
+            folder.rmdir()
+
+
 def prepare_folder(config: Config, *, resume: bool, overwrite: bool) -> Path | None:
-    """Makes the run folder ready; returns the checkpoint to resume from, None for the start. Raises `ConfigError`."""
+    """Makes the run folder, which is there, ready; returns the checkpoint to resume from, None for the start. Raises
+    `ConfigError`."""
     folder = config.run_folder
+    if resume and overwrite:
+        raise ConfigError("--resume goes on with the run that --overwrite would replace; give one of them")
     if resume:
         checkpoints = folder / "checkpoints"
         newest = checkpoint.newest_complete(checkpoints)
@@ -55,13 +89,17 @@ def prepare_folder(config: Config, *, resume: bool, overwrite: bool) -> Path | N
         # A run that ended before its first checkpoint goes on from its start.
         check_same_run(config, newest or folder)
         return newest and newest.resolve()  # actors work in another directory
-    if folder.exists() and any(folder.iterdir()):
+    if any(folder.iterdir()):
         if not overwrite:
             raise ConfigError(
                 f"run folder {folder} exists; go on with --resume, replace it with --overwrite, or set run.name"
             )
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+        if not any((folder / name).exists() for name in WRITTEN_FIRST):
+            raise ConfigError(
+                f"--overwrite: {folder} holds other things than a run; set run.name or run.folder"
+            )
+        for each in folder.iterdir():
+            shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
     return None
 
 

@@ -1,15 +1,17 @@
-"""What a run may be resumed with."""
+"""Whether a folder may be used, and what a run may be resumed with."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from headway.cluster.run_folder import check_same_inputs, check_same_run, prepare_folder
+from headway.cluster.run_folder import alone_in, check_same_inputs, check_same_run, prepare_folder
 from headway.core.config import Config, dump_config, parse_config
 from headway.core.errors import ConfigError
 from headway.core.prompts import Prompt
@@ -126,3 +128,64 @@ def test_a_run_that_ended_before_its_first_checkpoint_goes_on_from_its_start(tmp
     other = parse_config({"run": {"folder": str(tmp_path), "seed": 1}})
     with pytest.raises(ConfigError, match=r"run\.seed was 0, is 1"):
         prepare_folder(other, resume=True, overwrite=False)
+
+
+def test_a_folder_has_one_driver(tmp_path: Path) -> None:
+    """Two of them would write one another's checkpoints and metrics."""
+    folder = tmp_path / "runs" / "r"
+    with alone_in(folder):
+        (folder / "config.json").touch()
+        with pytest.raises(ConfigError, match="r is in use: a run is training in it"), alone_in(folder):
+            pass
+    with alone_in(folder):
+        pass
+
+
+def test_a_driver_that_was_killed_leaves_its_folder(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from headway.cluster.run_folder import alone_in\n"
+        "with alone_in(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    assert driver.stdout and driver.stdout.readline()
+    with pytest.raises(ConfigError, match="is in use"), alone_in(tmp_path):
+        pass
+    driver.kill()
+    driver.wait()
+    with alone_in(tmp_path):
+        pass
+
+
+def test_a_folder_in_which_nothing_was_written_is_not_left_behind(tmp_path: Path) -> None:
+    config = parse_config({"run": {"folder": str(tmp_path)}})
+    with pytest.raises(ConfigError, match="holds no run"), alone_in(config.run_folder):
+        prepare_folder(config, resume=True, overwrite=False)
+    assert not config.run_folder.exists()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ConfigError, match=r"r cannot be made: Not a directory; set run\.folder"),
+        alone_in(tmp_path / "file" / "r"),
+    ):
+        pass
+
+
+def test_overwriting_replaces_runs_and_nothing_else(tmp_path: Path) -> None:
+    config = parse_config({"run": {"folder": str(tmp_path), "name": "r"}})
+    folder = config.run_folder
+    (folder / "deep").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / "file").touch()
+    with pytest.raises(ConfigError, match="r exists; go on with --resume, replace it with --overwrite"):
+        prepare_folder(config, resume=False, overwrite=False)
+    with pytest.raises(ConfigError, match=r"--overwrite: .*/r holds other things than a run"):
+        prepare_folder(config, resume=False, overwrite=True)
+    saved(folder, config)
+    with pytest.raises(ConfigError, match="give one of them"):
+        prepare_folder(config, resume=True, overwrite=True)
+    assert (folder / "deep").exists()
+    assert prepare_folder(config, resume=False, overwrite=True) is None
+    assert not any(folder.iterdir()) and (tmp_path / "elsewhere").exists()
