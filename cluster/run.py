@@ -66,6 +66,7 @@ class Run:
                 is_restart=restarts > 0,
                 port=port,
                 fleet=self.session.fleet if self.session else None,
+                scorers_wanted=self.session.scorers_wanted if self.session else {},
                 stopping=self.stopping,
                 traces=traces,
                 tracker=tracker,

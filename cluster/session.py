@@ -19,7 +19,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,6 +74,8 @@ class Session:
     """whose metrics endpoint was here."""
     fleet: Fleet | None = None
     """Engines that the run is to have by now; None: those of the configuration."""
+    scorers_wanted: dict[str, int] = field(default_factory=dict)
+    """Replicas by group, of those that someone scaled."""
     traces: Traces | None = None
     tracker: Tracker | None = None
     version: int = 0
@@ -108,6 +110,8 @@ class Session:
                 self.engines.keep_all()
                 assert self.fleet is not None
                 self.engines.scale(self.fleet.replicas)
+                for group, replicas in self.scorers_wanted.items():
+                    self.scorers.scale(group, replicas)
                 await self.learn()
                 for task in self.tasks:
                     task.cancel()
@@ -440,6 +444,7 @@ class Session:
         else:
             before, serving = self.scorers.targets[group], self.crew.replicas[group]
             self.scorers.scale(group, wanted)
+            self.scorers_wanted[group] = wanted
         return {
             "group": group,
             "before": before,

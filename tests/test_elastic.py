@@ -589,6 +589,39 @@ def test_a_run_that_goes_on_from_its_checkpoint_keeps_its_engines(tmp_path: Path
     assert seen.gpus[-1] == [2, 2, 2] and seen.session.engines.gpus == 2
 
 
+class Verified(Scaled):
+    """Its verifiers are scaled to three, once."""
+
+    verifiers = 1
+
+    @property
+    def elastic(self) -> tuple[str, ...]:
+        return ("verifiers",)
+
+    @property
+    def replicas(self) -> dict[str, int]:
+        return {**super().replicas, "verifiers": self.verifiers}
+
+    async def open(self, fleet: Fleet | None = None) -> None:
+        self.verifiers = 1  # as configured
+        await super().open(fleet)
+
+    async def resize(self, role: str, replicas: int) -> None:
+        self.verifiers = replicas
+
+    async def next_request(self) -> tuple[int, str, Any]:
+        ticket, kind, _ = await super().next_request()
+        return ticket, kind, ("verifiers", 3, None)
+
+
+def test_a_run_that_goes_on_from_its_checkpoint_keeps_its_scorers(tmp_path: Path) -> None:
+    deaths = [Failure(time_s=time_s, event="learner") for time_s in (200, 300)]
+    crew = Verified(configuration(tmp_path, 2, 0), [], [(60, 2, 0)], *deaths)
+    seen = executed(crew)
+    assert any("restart 2 of 3" in text for text in seen.said)
+    assert seen.said.count("verifiers: 1 -> 3") == 3 and crew.verifiers == 3
+
+
 class Growing(Scaled):
     """With an autoscaler, which brings a node at this time, or none."""
 
