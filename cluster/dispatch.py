@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from headway.actors.generation_rows import GroupRequest
-from headway.cluster.crew import Crew
 from headway.cluster.engines import Engines
 from headway.cluster.groups import Groups
+from headway.cluster.part import Part, Shared
 from headway.cluster.queue import Receipt
 from headway.cluster.state import Engine, Group
 from headway.cluster.supervisor import Supervisor
 from headway.cluster.traces import Traces, traced
-from headway.cluster.watch import Waits
 from headway.core.config import Config
 from headway.core.errors import ActorDied, HandedBack, RolloutFailed, Starved, StoreFull
-from headway.core.metrics import Recorder
 from headway.core.prompts import Prompt, PromptStream
 
 MAX_DEATHS = 5
@@ -35,17 +33,12 @@ BLOCKED_BY = {
 """What the dispatcher waits for, by stage."""
 
 
-class Dispatcher:
-    """Starts groups as room appears, and brings each to its end. `spawn` runs a coroutine beside the learner."""
+class Dispatcher(Part):
+    """Starts groups as room appears, and brings each to its end."""
 
     def __init__(
         self,
-        config: Config,
-        crew: Crew,
-        waits: Waits,
-        recorder: Recorder,
-        say: Callable[[str], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        shared: Shared,
         *,
         prompts: PromptStream,
         groups: Groups,
@@ -54,12 +47,7 @@ class Dispatcher:
         on_no_signal: Callable[[], None],
         traces: Traces | None = None,
     ) -> None:
-        self._config = config
-        self._crew = crew
-        self._waits = waits
-        self._recorder = recorder
-        self._say = say
-        self._spawn = spawn
+        super().__init__(shared)
         self._prompts = prompts
         self._groups = groups
         self._engines = engines

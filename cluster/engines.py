@@ -9,40 +9,27 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from headway.cluster.crew import Crew, Fleet, Release, Shortage
+from headway.cluster.crew import Fleet, Release, Shortage
 from headway.cluster.elastic import Concurrency
+from headway.cluster.part import Part, Shared
 from headway.cluster.state import Engine
-from headway.cluster.watch import Waits
-from headway.core.config import Config
 from headway.core.errors import ActorDied, ClusterError, Starved, WeightUpdateFailed
-from headway.core.metrics import Recorder
 
 LONGEST_PAUSE_S = 60.0
 """Between attempts to start an engine that fails again and again."""
 STOP_DEADLINE_S = 30.0
 
 
-class Engines:
-    """Who serves what, and who is free. `spawn` runs a coroutine beside the learner; `on_left` is told the replica of an
-    engine that has gone for good."""
+class Engines(Part):
+    """Who serves what, and who is free. `on_left` is told the replica of an engine that has gone for good."""
 
     def __init__(
         self,
-        config: Config,
-        crew: Crew,
-        waits: Waits,
-        recorder: Recorder,
-        say: Callable[[str], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        shared: Shared,
         *,
         on_left: Callable[[int], None],
     ) -> None:
-        self._config = config
-        self._crew = crew
-        self._waits = waits
-        self._recorder = recorder
-        self._say = say
-        self._spawn = spawn
+        super().__init__(shared)
         self._on_left = on_left
         self.all: dict[int, Engine] = {}
         self.target = 0

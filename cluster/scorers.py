@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any
-
-from headway.cluster.crew import Crew
 from headway.cluster.elastic import Backlog
-from headway.cluster.watch import Waits
-from headway.core.config import Config
+from headway.cluster.part import Part, Shared
 from headway.core.errors import ActorDied, ClusterError, Starved
-from headway.core.metrics import Recorder
 
 LEAVING_S = 60.0
 """For a replica that leaves, with the groups that it has."""
 
 
-class Scorers:
-    """`spawn` runs a coroutine beside the learner."""
-
-    def __init__(
-        self,
-        config: Config,
-        crew: Crew,
-        waits: Waits,
-        recorder: Recorder,
-        say: Callable[[str], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
-    ) -> None:
-        self._crew = crew
-        self._waits = waits
-        self._recorder = recorder
-        self._say = say
-        self._spawn = spawn
+class Scorers(Part):
+    def __init__(self, shared: Shared) -> None:
+        super().__init__(shared)
+        config, crew = shared.config, shared.crew
         self._deadline_s = crew.placement_deadline_s + config.generation.start_deadline_s + LEAVING_S
         self.targets = {role: crew.replicas[role] for role in crew.elastic}
         self._moving: set[str] = set()

@@ -29,6 +29,7 @@ from headway.cluster.elastic import Autoscaler
 from headway.cluster.engines import Engines
 from headway.cluster.exporter import Exporter
 from headway.cluster.groups import Groups
+from headway.cluster.part import Shared
 from headway.cluster.progress import Progress
 from headway.cluster.queue import Receipt
 from headway.cluster.record import keep_steps, observe_critic, observe_step
@@ -167,9 +168,11 @@ class Session:
         _write_text(self.folder / "metrics_port", str(self.port))
         self.answering = True
         self._spawn(self.control())
-        common = (config, crew, self.waits, self.recorder, say, self._spawn)
-        self.engines = Engines(*common, on_left=lambda replica: self.totals.forget_replica(str(replica)))
-        self.scorers = Scorers(*common)
+        shared = Shared(
+            config=config, crew=crew, waits=self.waits, recorder=self.recorder, say=say, spawn=self._spawn
+        )
+        self.engines = Engines(shared, on_left=lambda replica: self.totals.forget_replica(str(replica)))
+        self.scorers = Scorers(shared)
         say("starting engines and learner")
         engines = asyncio.ensure_future(self.engines.start(first))
         try:
@@ -180,10 +183,10 @@ class Session:
             if self.tracker is not None:
                 self.tracker.go_on(self.version)
             self.supervisor = Supervisor(
-                *common, folder=self.folder, groups=self.groups, engines=self.engines, port=self.port
+                shared, folder=self.folder, groups=self.groups, engines=self.engines, port=self.port
             )
             self.dispatcher = Dispatcher(
-                *common,
+                shared,
                 prompts=self.prompts,
                 groups=self.groups,
                 engines=self.engines,

@@ -3,47 +3,34 @@ that cannot be replaced ends the session, which then goes on from its checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from headway.cluster.crew import Crew
 from headway.cluster.engines import Engines
 from headway.cluster.groups import Groups
+from headway.cluster.part import Part, Shared
 from headway.cluster.state import Group
-from headway.cluster.watch import Waits
-from headway.core.config import Config
 from headway.core.errors import ActorDied, Lost, Starved
-from headway.core.metrics import Recorder
 from headway.learner import checkpoint
 
 CALL_DEADLINE_S = 60.0
 T = TypeVar("T")
 
 
-class Supervisor:
-    """`spawn` runs a coroutine beside the learner; `port` is the metrics endpoint's."""
+class Supervisor(Part):
+    """`port` is the metrics endpoint's."""
 
     def __init__(
         self,
-        config: Config,
-        crew: Crew,
-        waits: Waits,
-        recorder: Recorder,
-        say: Callable[[str], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        shared: Shared,
         *,
         folder: Path,
         groups: Groups,
         engines: Engines,
         port: int,
     ) -> None:
-        self._config = config
-        self._crew = crew
-        self._waits = waits
-        self._recorder = recorder
-        self._say = say
-        self._spawn = spawn
+        super().__init__(shared)
         self._folder = folder
         self._groups = groups
         self._engines = engines

@@ -24,6 +24,7 @@ from ray import cloudpickle
 from headway.cluster.crew import NODE_DEADLINE_S, Fleet, Release
 from headway.cluster.engines import Engines
 from headway.cluster.joining import connect, disconnect
+from headway.cluster.part import Shared
 from headway.cluster.ray_crew import ROLES, RayCrew
 from headway.cluster.watch import Waits
 from headway.core.config import Config, parse_config
@@ -180,12 +181,14 @@ async def test_an_engine_without_room_brings_a_node_and_its_leaving_lets_it_go(
     tasks: set[asyncio.Task[None]] = set()
     async with asyncio.TaskGroup() as loops:
         engines = Engines(
-            config,
-            crew,
-            Waits(),
-            Recorder(),
-            said.append,
-            lambda loop: tasks.add(loops.create_task(loop)),
+            Shared(
+                config=config,
+                crew=crew,
+                waits=Waits(),
+                recorder=Recorder(),
+                say=said.append,
+                spawn=lambda loop: tasks.add(loops.create_task(loop)),
+            ),
             on_left=lambda replica: None,
         )
         try:

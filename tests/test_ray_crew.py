@@ -32,6 +32,7 @@ from headway.actors.generation_rows import GroupRequest
 from headway.cluster import ray_crew
 from headway.cluster.crew import Crew, Fleet
 from headway.cluster.engines import Engines
+from headway.cluster.part import Shared
 from headway.cluster.ray_crew import ROLES, RayCrew
 from headway.cluster.watch import Waits
 from headway.core import rollouts
@@ -730,12 +731,14 @@ async def test_engines_of_another_size_take_the_places_of_those_that_there_are(t
         release = await crew.publish(0)
         tasks: set[asyncio.Task[None]] = set()
         engines = Engines(
-            config,
-            crew,
-            Waits(),
-            Recorder(),
-            said.append,
-            lambda loop: tasks.add(loops.create_task(loop)),
+            Shared(
+                config=config,
+                crew=crew,
+                waits=Waits(),
+                recorder=Recorder(),
+                say=said.append,
+                spawn=lambda loop: tasks.add(loops.create_task(loop)),
+            ),
             on_left=lambda replica: None,
         )
 
