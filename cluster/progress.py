@@ -14,7 +14,7 @@ from headway.core.consistency import share_with_signal
 from headway.core.sections import OUTCOME_GROUPS
 
 ENOUGH_GROUPS = 100
-FEW_WITH_SIGNAL = 0.4
+LITTLE_SIGNAL = 0.4
 """Below this share of groups with signal a run is warned about it."""
 
 
@@ -125,7 +125,7 @@ class Signal:
         self._with_signal += trained * (1 - without)
         self._rewards += groups * mean
         share = self._with_signal / self._groups
-        if self._groups < ENOUGH_GROUPS or share >= FEW_WITH_SIGNAL:
+        if self._groups < ENOUGH_GROUPS or share >= LITTLE_SIGNAL:
             return None
         self._is_wanted = False
         found = f"{1 - share:.0%} of {self._groups} groups have equal rewards and teach nothing"
