@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,15 +17,6 @@ from typing import Any
 import ray
 from ray.exceptions import (
     ActorAlreadyExistsError,
-    ActorPlacementGroupRemoved,
-    ActorUnschedulableError,
-    ObjectLostError,
-    ObjectStoreFullError,
-    OutOfDiskError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
 )
 
 from headway.actors.critic import CriticActor
@@ -40,7 +31,8 @@ from headway.cluster.control import CLUSTER_FILE, Mailbox
 from headway.cluster.crew import EngineReport, Fleet, Release, Shortage, Trained
 from headway.cluster.exporter import Exporter
 from headway.cluster.joining import CONTROL, namespace
-from headway.cluster.placement import POLL_S, Placement, short_reason, store_table
+from headway.cluster.members import Member, Members
+from headway.cluster.placement import POLL_S, Placement, store_table
 from headway.cluster.queue import Receipt, RolloutQueue
 from headway.cluster.room import check_store, needs
 from headway.cluster.traces import traced
@@ -48,8 +40,6 @@ from headway.core.config import Config
 from headway.core.errors import (
     ActorDied,
     ClusterError,
-    EngineDead,
-    HeadwayError,
     Lost,
     RolloutFailed,
     StoreFull,
@@ -72,14 +62,10 @@ ROLES: Mapping[str, type] = {
 }
 """The plain class behind each role."""
 
-ENDINGS = {"generation": "shutdown", "verifiers": "close", "judge": "shutdown"}
-"""Method of a role that ends its child processes."""
 JUDGING = {"verifiers", "judge", "reward_model"}
 """Scorers that give rewards: they see the prompt, and have metrics of their own."""
-ENDING_DEADLINE_S = 10.0
 DRAIN_S = 30.0
 """For a scorer that leaves, to end the groups that it has."""
-KILL_DEADLINE_S = 5.0
 REBIND_DEADLINE_S = 5.0
 """For the port of a metrics actor that died to be free again."""
 QUESTION_S = 30.0
@@ -89,33 +75,13 @@ NAME_DEADLINE_S = 10.0
 MANY_CALLS = 10_000
 SCORED_TOGETHER = 32
 """Groups at most in one pass of a scorer."""
-ACTOR_OF_OBJECT = slice(16, 48)
-"""Hexadecimal digits of an object's id that name the actor which made it."""
-
-
-@dataclass(eq=False, slots=True)
-class _Member:
-    """One actor: an incarnation of a role's replica."""
-
-    role: str
-    replica: int
-    incarnation: int
-    handle: Any
-    watch: asyncio.Task[None] | None = None
-    """Ends when the actor is dead."""
-    is_ending: bool = False
-    """Its end is on purpose."""
-    is_reported: bool = False
-    """Its death is."""
-    groups: set[int] = field(default_factory=set)
-    """A scorer's, those that are still on their way to it included."""
 
 
 @dataclass(slots=True, eq=False)
 class _Stage:
     """A scorer's work on a group."""
 
-    scorer: _Member
+    scorer: Member
     reference: Any
     """The rows with its columns, until the next scorer has seen them;"""
     sign: Any
@@ -127,7 +93,7 @@ class _Stage:
 class _Rows:
     """What `sample` gives. Rows themselves never come here: what is awaited is the sign that they are there."""
 
-    engine: _Member
+    engine: Member
     request: GroupRequest
     reference: Any
     sign: Any
@@ -135,7 +101,7 @@ class _Rows:
     """The scorers' work, once it is under way; none of it when it has to be done again."""
 
 
-class RayCrew:
+class RayCrew(Members):
     """Implements `Crew` on the Ray that this process is connected to. `folder` is the run's; `roles` says which class
     plays which role; `known`: prompts with whose golds a judge is tried."""
 
@@ -147,18 +113,13 @@ class RayCrew:
         roles: Mapping[str, type] = ROLES,
         known: Sequence[Prompt] = (),
     ) -> None:
+        super().__init__(folder / "logs")
         self._config = config
         self._folder = folder
         self._model_folder = model_folder
         self._roles = roles
         self._known = tuple(known)
         self._placement = Placement(config, folder)
-        self._members: dict[tuple[str, int], _Member] = {}
-        """The present incarnations, dead or alive."""
-        self._by_actor: dict[str, _Member] = {}
-        """All incarnations by their actor's id."""
-        self._incarnations: dict[tuple[str, int], int] = {}
-        self._deaths: asyncio.Queue[ActorDied] = asyncio.Queue()
         self._requests: deque[tuple[int, str, Any]] = deque()
         self._targets = folder.with_name(f"{folder.name}.targets.json")
         """Where the endpoint is, for Prometheus, which reads all such files of a folder."""
@@ -230,18 +191,19 @@ class RayCrew:
         finally:
             self._placement.close()
 
-    async def next_death(self) -> ActorDied:
-        return await self._deaths.get()
-
-    def incarnation(self, role: str, replica: int) -> int:
-        return self._incarnations.get((role, replica), 0)
-
     async def replace(self, role: str, replica: int) -> None:
         if role == "learner" or role in self._changing:
             raise Lost(f"the weights of {role} {replica} died with it")
         await self._end_present(role, replica)
         if role not in self._scorers or replica < self._scorers[role]:
             await self._able(self._create(role, replica))
+
+    async def _able(self, scorer: Member) -> None:
+        """Returns once it can score."""
+        if scorer.role == "judge":
+            await self._ask(scorer, "start", self._known)
+        else:
+            await self._ready(scorer)
 
     @property
     def elastic(self) -> tuple[str, ...]:
@@ -283,7 +245,7 @@ class RayCrew:
         single = {**({"queue": 1} if self._config.stage == "rl" else {}), "metrics": 1, CONTROL: 1}
         return {"learner": self._config.learner.replicas, **self._scorers, **single}
 
-    def _create(self, role: str, replica: int) -> _Member:
+    def _create(self, role: str, replica: int) -> Member:
         """A new actor in an empty place."""
         config = self._config
         concurrency, args = 1, ()
@@ -309,112 +271,7 @@ class RayCrew:
             case _:
                 concurrency = MANY_CALLS
         handle = self._placement.spawn(self._roles[role], role, replica, concurrency, args)
-        incarnation = self.incarnation(role, replica) + 1
-        member = _Member(role, replica, incarnation, handle)
-        self._incarnations[role, replica] = incarnation
-        self._members[role, replica] = self._by_actor[handle._actor_id.hex()] = member
-        member.watch = asyncio.create_task(self._watch(member), name=f"watch {role} {replica}")
-        return member
-
-    async def _watch(self, member: _Member) -> None:
-        """Waits for the actor's death. Unblocked by: Ray, which fails the open call at once."""
-        try:
-            await member.handle.watch.remote()
-        except RayError as error:
-            self._died(member, error)
-
-    def _died(self, member: _Member, error: RayError | str) -> ActorDied:
-        """The death of this actor, which `next_death` gives once."""
-        death = ActorDied(member.role, member.replica, member.incarnation, short_reason(error))
-        if not member.is_ending and not member.is_reported:
-            self._deaths.put_nowait(death)
-        member.is_reported = True
-        return death
-
-    async def _end_present(self, role: str, replica: int) -> None:
-        if (member := self._members.pop((role, replica), None)) is not None:
-            await self._end([member])
-
-    async def _end(self, members: Sequence[_Member]) -> None:
-        """Ends actors and their child processes; returns when Ray knows that they are dead."""
-        for member in members:
-            member.is_ending = True
-        alive = [member for member in members if member.watch and not member.watch.done()]
-        try:
-            endings = [
-                _settled(getattr(member.handle, ENDINGS[member.role]).remote())
-                for member in alive
-                if member.role in ENDINGS
-            ]
-            if endings:
-                await asyncio.wait(map(asyncio.ensure_future, endings), timeout=ENDING_DEADLINE_S)
-        finally:
-            for member in members:
-                ray.kill(member.handle)
-        watches = [member.watch for member in alive if member.watch]
-        if watches:
-            await asyncio.wait(watches, timeout=KILL_DEADLINE_S)
-
-    # ---- calls and what they raise -------------------------------------------------------------------------
-
-    def _present(self, role: str, replica: int = 0) -> _Member:
-        try:
-            return self._members[role, replica]
-        except KeyError:
-            raise ActorDied(role, replica, self.incarnation(role, replica), "it was ended") from None
-
-    async def _ask(self, member: _Member, method: str, *args: Any) -> Any:
-        return await self._result(getattr(member.handle, method).remote(*args), member)
-
-    async def _ask_all(self, members: Iterable[_Member], method: str, *args: Any) -> list[Any]:
-        return await asyncio.gather(*(self._ask(member, method, *args) for member in members))
-
-    async def _ready(self, member: _Member) -> None:
-        await self._result(member.handle.__ray_ready__.remote(), member)
-
-    async def _able(self, scorer: _Member) -> None:
-        """Returns once it can score."""
-        if scorer.role == "judge":
-            await self._ask(scorer, "start", self._known)
-        else:
-            await self._ready(scorer)
-
-    async def _result(self, reference: Any, member: _Member) -> Any:
-        """What a call to this actor gave. Whoever waits may be cancelled; the call goes on."""
-        try:
-            return await reference
-        except RayError as error:
-            raise self._typed(error, member) from error
-
-    def _typed(self, error: RayError, member: _Member) -> HeadwayError:
-        """What an error means to the driver. `member`: whom to blame where the error names nobody."""
-        cause: BaseException = error
-        while isinstance(cause, RayTaskError) and isinstance(cause.cause, BaseException):
-            cause = cause.cause
-        match cause:
-            case EngineDead():
-                return self._died(self._members.get((cause.role, cause.replica), member), str(cause))
-            case HeadwayError():
-                return cause
-            case RayActorError():
-                return self._died(self._by_actor.get(cause.actor_id, member), cause)
-            case OutOfMemoryError():  # how Ray calls the death of an actor that its memory monitor has killed
-                return self._died(member, cause)
-            case ActorPlacementGroupRemoved() | ActorUnschedulableError():
-                return self._died(member, cause)
-            case ObjectLostError():
-                # Rows and weights are as mortal as the node, and those that an actor put itself as the actor.
-                maker = self._by_actor.get(cause.object_ref_hex[ACTOR_OF_OBJECT])
-                if maker is None:
-                    return Lost(short_reason(cause))
-                return self._died(maker, "what it had made was lost")
-            case ObjectStoreFullError() | OutOfDiskError():
-                return StoreFull(f"{member.role} {member.replica}: {short_reason(cause)}")
-            case _:
-                what = f"{type(cause).__name__}: {short_reason(cause)}"
-                return HeadwayError(
-                    f"{member.role} {member.replica} failed: {what}; see {self._folder / 'logs'}"
-                )
+        return self._enter(role, replica, handle)
 
     # ---- requests from outside -----------------------------------------------------------------------------
 
@@ -429,10 +286,10 @@ class RayCrew:
     # ---- learner, and the scorers whose weights change -----------------------------------------------------
 
     @property
-    def _ranks(self) -> list[_Member]:
+    def _ranks(self) -> list[Member]:
         return [self._present("learner", rank) for rank in range(self._config.learner.replicas)]
 
-    def _replicas_of(self, role: str) -> list[_Member]:
+    def _replicas_of(self, role: str) -> list[Member]:
         return [self._present(role, replica) for replica in range(self._scorers[role])]
 
     async def start_learner(self) -> None:
@@ -684,9 +541,3 @@ def _check_divides(model_folder: Path, gpus: float) -> None:
         raise ClusterError(
             f"{gpus:g} GPUs cannot share this model: it has {heads} attention heads and {shared} for keys and values"
         )
-
-
-async def _settled(reference: Any) -> None:
-    """Waits for a call whose result is of no interest."""
-    with suppress(RayError):
-        await reference

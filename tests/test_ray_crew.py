@@ -29,7 +29,7 @@ from ray.exceptions import OutOfDiskError, OwnerDiedError
 from ray.util.placement_group import placement_group_table
 
 from headway.actors.generation_rows import GroupRequest
-from headway.cluster import ray_crew
+from headway.cluster import members, ray_crew
 from headway.cluster.crew import Crew, Fleet
 from headway.cluster.engines import Engines
 from headway.cluster.part import Shared
@@ -562,7 +562,7 @@ async def test_an_engine_that_does_not_end_is_killed(crew: RayCrew, monkeypatch:
             self.child.kill()
             await asyncio.sleep(600)
 
-    monkeypatch.setattr(ray_crew, "ENDING_DEADLINE_S", 0.5)
+    monkeypatch.setattr(members, "ENDING_DEADLINE_S", 0.5)
     monkeypatch.setattr(crew, "_roles", {**DOUBLES, "generation": Stuck})
     await crew.start_engine(1)
     pid = await pid_of(crew, "generation", 1)
