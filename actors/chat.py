@@ -22,16 +22,29 @@ def encode(tokenizer: Any, prompt: Prompt, *, chat_template: bool) -> list[int]:
             if isinstance(prompt.content, str)
             else [dict(message) for message in prompt.content]
         )
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program of its own
+            raise DataError(f"the model's chat template refuses {_named(prompt)}: {error}") from error
         # The template writes the special tokens that the model wants.
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     if not isinstance(prompt.content, str):
-        raise DataError(f"prompt {prompt.prompt_id} holds chat messages, but model.chat_template is false")
+        raise DataError(
+            f"{_named(prompt)} holds chat messages, but model.chat_template is false; set it to true, or give texts"
+        )
     ids: list[int] = tokenizer(prompt.content, add_special_tokens=False)["input_ids"]
     bos: int | None = tokenizer.bos_token_id
     if bos is None or ids[:1] == [bos] or tokenizer("", add_special_tokens=True)["input_ids"][:1] != [bos]:
         return ids
     return [bos, *ids]
+
+
+def _named(prompt: Prompt) -> str:
+    """By its id, or its beginning where it has none."""
+    if prompt.prompt_id:
+        return f"prompt {prompt.prompt_id}"
+    shown = repr(prompt.content if isinstance(prompt.content, str) else list(prompt.content))
+    return f"the prompt {shown if len(shown) <= 80 else f'{shown[:77]}...'}"
 
 
 def eos_token_ids(folder: Path, tokenizer: Any) -> list[int]:
@@ -43,6 +56,22 @@ def eos_token_ids(folder: Path, tokenizer: Any) -> list[int]:
     if not ids:
         raise DataError(f"model {folder} declares no end-of-sequence token; responses could never end")
     return sorted(ids)
+
+
+def answer_end(folder: Path, tokenizer: Any, *, chat_template: bool) -> int:
+    """The id that an answer to learn ends with. Of those that end a response it is the one that the chat template writes
+    after an answer: a model of several, with the end of a text beside the end of a turn, samples that one. Without it, the
+    tokenizer's own."""
+    ends = eos_token_ids(folder, tokenizer)
+    if chat_template:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _SAID[0]}]
+        _, _, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(_SAID[0])
+        written = [
+            token for token in tokenizer(after, add_special_tokens=False)["input_ids"] if token in ends
+        ]
+        if written:
+            return written[0]
+    return ends[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
 
 
 def follower(tokenizer: Any, *, chat_template: bool) -> Callable[[str, str], list[int]]:

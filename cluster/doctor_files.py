@@ -127,11 +127,11 @@ def _sandbox(facts: Facts) -> Iterable[Row]:
 
 
 def _lengths(facts: Facts) -> Iterable[Row]:
-    from headway.cluster.preflight import model_len
+    from headway.cluster.preflight import model_len, trained_positions
 
     config = facts.config
     limit = model_len(config, facts.longest)
-    trained = _trained_positions(facts.model_folder)
+    trained = trained_positions(facts.model_folder)
     yield ok(
         f"longest prompt {facts.longest} + sampling.max_new_tokens={config.sampling.max_new_tokens} tokens, engines hold "
         f"{limit}"
@@ -141,13 +141,6 @@ def _lengths(facts: Facts) -> Iterable[Row]:
             f"engines would hold {limit} tokens, but {config.model.path} knows {trained} positions "
             "(max_position_embeddings); lower sampling.max_new_tokens or generation.max_model_len, or leave long prompts out"
         )
-
-
-def _trained_positions(folder: Path) -> int | None:
-    from transformers import PretrainedConfig
-
-    found, _ = PretrainedConfig.get_config_dict(folder)
-    return found.get("max_position_embeddings")
 
 
 def _queue(facts: Facts) -> Iterable[Row]:

@@ -257,7 +257,7 @@ class LoopRun:
             await self._make_pairs(number, folder, model)
         if self.stopping:
             return False
-        train, held_out = prepare_rows(config, model)
+        train, held_out = prepare_rows(config, model, must_hold_out=False)
         (folder / "config.json").write_text(dump_config(config), encoding="utf-8")
         self.training = OfflineRun(
             config=config,

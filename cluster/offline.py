@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from headway.actors.chat import encode, eos_token_ids
+from headway.actors.chat import answer_end, encode
 from headway.actors.offline import HELD_OUT, TRAIN, OfflineActor, objective_of
 from headway.cluster.exporter import Exporter
-from headway.cluster.preflight import check_outputs, check_template, tokenizer_of
+from headway.cluster.preflight import check_outputs, check_template, tokenizer_of, trained_positions
 from headway.cluster.ray_crew import ROLES, RayCrew
 from headway.cluster.record import keep_steps
 from headway.cluster.report import write_report
@@ -27,7 +27,7 @@ from headway.cluster.tracker import Tracker, opened
 from headway.cluster.watch import Waits
 from headway.core import preferences
 from headway.core.config import Config, dump_config
-from headway.core.errors import ActorDied, HeadwayError, Lost, Starved
+from headway.core.errors import ActorDied, DataError, HeadwayError, Lost, Starved
 from headway.core.metrics import Recorder
 from headway.core.prompts import Prompt
 from headway.learner import checkpoint
@@ -43,13 +43,14 @@ MODEL = "model"
 T = TypeVar("T")
 
 
-def prepare_rows(config: Config, folder: Path) -> tuple[int, int]:
+def prepare_rows(config: Config, folder: Path, *, must_hold_out: bool = True) -> tuple[int, int]:
     """Writes the rows of `data.source` into the run folder as token ids, those held out apart; returns how many there are of
-    each. `folder`: the model's. Raises `DataError`, and `ConfigError` for a model without the chat template that it needs."""
+    each. `folder`: the model's. Without `must_hold_out` too few prompts for that are all trained on. Raises `DataError`, and
+    `ConfigError` for a model without the chat template that it needs."""
     check_outputs(config)
     tokenizer = tokenizer_of(folder)
     check_template(config, folder, tokenizer)
-    (end, *_) = eos_token_ids(folder, tokenizer)
+    end = answer_end(folder, tokenizer, chat_template=config.model.chat_template)
 
     def prompt_ids(content: Any) -> tuple[int, ...]:
         asked = Prompt(prompt_id="", content=content, gold=None, verifier="")
@@ -58,6 +59,11 @@ def prepare_rows(config: Config, folder: Path) -> tuple[int, int]:
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def answer_ids(text: str) -> tuple[int, ...]:
+        """Ended once: texts that went through a chat template have their end already."""
+        found = ids(text)
+        return found if found[-1:] == (end,) else (*found, end)
+
     source, offline, seed = config.data.source, config.offline, config.run.seed
     sizes: list[int] = []
 
@@ -65,23 +71,25 @@ def prepare_rows(config: Config, folder: Path) -> tuple[int, int]:
         read: Callable[[str], Any], make: Callable[[Any], Any], store: Callable[[Any, Path], None]
     ) -> None:
         rows = read(source)
-        train, held_out = preferences.split_by_prompt(rows, offline.held_out, seed)
+        train, held_out = preferences.split_by_prompt(rows, offline.held_out, seed, needed=must_hold_out)
         for name, part in ((TRAIN, train), (HELD_OUT, held_out)):
             sizes.append(len(part))
             if part:
-                store(make(part), config.run_folder / name)
+                made = make(part)
+                check_positions(config, folder, made)
+                store(made, config.run_folder / name)
 
     if config.stage == "sft":
         write(
             preferences.read_supervised,
-            lambda rows: [Demonstration(prompt_ids(r.prompt), [(*ids(r.completion), end)]) for r in rows],
+            lambda rows: [Demonstration(prompt_ids(r.prompt), [answer_ids(r.completion)]) for r in rows],
             write_demonstrations,
         )
     elif config.stage == "reward_model" and offline.reward == "process":
 
         def steps(row: preferences.Stepwise) -> StepIds:
-            pieces = [ids(step) for step in row.steps]
-            pieces[-1] = (*pieces[-1], end)  # where the last step of a response ends in a run
+            *before, last = row.steps
+            pieces = [*map(ids, before), answer_ids(last)]  # where the last step of a response ends in a run
             ends = [sum(map(len, pieces[: number + 1])) for number in range(len(pieces))]
             response = tuple(token for piece in pieces for token in piece)
             return StepIds(
@@ -93,21 +101,23 @@ def prepare_rows(config: Config, folder: Path) -> tuple[int, int]:
 
         write(preferences.read_stepwise, lambda rows: list(map(steps, rows)), write_rows)
     elif config.stage == "preference" and offline.objective == "kto":
-        write(
-            preferences.read_labelled,
-            lambda rows: labelled_ids(
-                [(prompt_ids(r.prompt), (*ids(r.completion), end), r.label) for r in rows]
-            ),
-            write_rows,
-        )
+        before: list[Any] = []
+
+        def labelled(rows: Any) -> Any:
+            asked = [(prompt_ids(r.prompt), answer_ids(r.completion), r.label) for r in rows]
+            found = labelled_ids(asked, before)
+            before.extend(asked)  # one prompt held out has no other beside it
+            return found
+
+        write(preferences.read_labelled, labelled, write_rows)
     else:
         write(
             preferences.read_pairs,
             lambda rows: [
                 PairIds(
                     prompt_ids=prompt_ids(r.prompt),
-                    chosen_ids=(*ids(r.chosen), end),
-                    rejected_ids=(*ids(r.rejected), end),
+                    chosen_ids=answer_ids(r.chosen),
+                    rejected_ids=answer_ids(r.rejected),
                     margin=r.margin,
                 )
                 for r in rows
@@ -116,6 +126,18 @@ def prepare_rows(config: Config, folder: Path) -> tuple[int, int]:
         )
     train, held_out = sizes
     return train, held_out
+
+
+def check_positions(config: Config, folder: Path, rows: Sequence[Any]) -> None:
+    """Whether the model has a position for every token of every row. Raises `DataError`."""
+    known = trained_positions(folder)
+    lengths = [len(row.prompt_ids) + max(map(len, row.answers)) for row in rows]
+    if known is not None and (longer := sum(length > known for length in lengths)):
+        raise DataError(
+            f"{longer} of {len(rows)} rows of {config.data.source} are longer than the {known} positions that "
+            f"{config.model.path} knows (max_position_embeddings), up to {max(lengths)} tokens with the prompt; shorten them "
+            "or leave them out"
+        )
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.actors import environments
-from headway.actors.chat import encode, eos_token_ids, rewrites_past
+from headway.actors.chat import answer_end, encode, rewrites_past
 from headway.actors.episodes import longest_prompt
 from headway.actors.policy import demonstrations_file
 from headway.actors.verifier import VerifierWorker
@@ -81,7 +81,9 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
         judge = config.judge.model_copy(update={"model": str(made_model(config.judge.model, say))})
         config = config.model_copy(update={"judge": judge})
     if config.critic.path is not None:
-        critic = config.critic.model_copy(update={"path": str(made_model(config.critic.path, say).resolve())})
+        started = made_model(config.critic.path, say).resolve()
+        _check_vocabulary(config, "critic.path", started, folder)
+        critic = config.critic.model_copy(update={"path": str(started)})
         config = config.model_copy(update={"critic": critic})
     if config.reference.path is not None:
         teacher = made_model(config.reference.path, say)
@@ -215,7 +217,13 @@ def _with_reward_model(config: Config, path: str, policy: Path) -> Config:
     from headway.learner.reward_model import read_about
 
     folder = Path(path).resolve()
-    share, limit = read_about(folder).get("filler_share"), config.reward_model.max_filler_share
+    about = read_about(folder)
+    if about["kind"] == "outcome" and about["calibration"] is None:
+        raise DataError(
+            f"reward_model.path={path} has no scale, which the end of its training makes from rows held out; train it to its "
+            "end with offline.held_out above 0"
+        )
+    share, limit = about.get("filler_share"), config.reward_model.max_filler_share
     if share is not None and share > limit:
         raise DataError(
             f"reward_model.path={path} scores empty or filler answers at least as high as right ones for {share:.0%} of the "
@@ -314,13 +322,21 @@ def encode_demonstrations(config: Config, folder: Path) -> None:
     if source is None:
         return
     tokenizer = tokenizer_of(folder)
-    (end, *_) = eos_token_ids(folder, tokenizer)
+    end = answer_end(folder, tokenizer, chat_template=config.model.chat_template)
     demonstrations = []
     for prompt in prompts_of(config, source, config.run.seed):
         prompt_ids = encode(tokenizer, prompt, chat_template=config.model.chat_template)
         answer_ids = tokenizer(str(prompt.gold), add_special_tokens=False)["input_ids"]
         demonstrations.append(Demonstration(prompt_ids, [[*answer_ids, end]]))
     write_demonstrations(demonstrations, demonstrations_file(config.run_folder))
+
+
+def trained_positions(folder: Path) -> int | None:
+    """How many positions the model knows; None where it does not say."""
+    from transformers import PretrainedConfig
+
+    found, _ = PretrainedConfig.get_config_dict(folder)
+    return found.get("max_position_embeddings", found.get("n_positions"))
 
 
 def check_disk(config: Config, folder: Path) -> None:

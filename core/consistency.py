@@ -138,6 +138,11 @@ def check_algorithm(config: Config) -> None:
             f"algorithm.kl_target={algorithm.kl_target} adapts the weight of a KL, and algorithm.kl=none has none; "
             "set algorithm.kl=reward or loss"
         )
+    if algorithm.kl_target is not None and algorithm.kl_coef == 0:
+        raise ValueError(
+            f"algorithm.kl_target={algorithm.kl_target} with algorithm.kl_coef=0: the weight of the KL is steered by factors, "
+            "and 0 stays 0; set algorithm.kl_coef to what it shall begin with"
+        )
     if algorithm.reference_refresh_steps and algorithm.kl == "none":
         raise ValueError(
             f"algorithm.reference_refresh_steps={algorithm.reference_refresh_steps} refreshes a reference that "
@@ -266,12 +271,29 @@ def warnings(config: Config) -> list[str]:
     for key, needs in without_effect(config).items():
         idle.setdefault(needs, []).append(key)
     doubtful = _doubtful(config) if config.stage == "rl" else []
+    if config.stage == "reward_model" and config.offline.reward == "outcome" and config.offline.held_out == 0:
+        doubtful.append(
+            "offline.held_out=0: without rows held out the reward model has no scale, and no run takes it as reward_model.path"
+        )
     return [*doubtful, *(f"{', '.join(keys)}: without effect; needs {needs}" for needs, keys in idle.items())]
 
 
 def _doubtful(config: Config) -> list[str]:
     algorithm = config.algorithm
     found: list[str] = []
+    if (
+        algorithm.advantage == "none"
+        and config.reference.path is None
+        and not algorithm.reference_refresh_steps
+    ):
+        found.append(
+            "algorithm.advantage=none with reference.path=null: the KL to the weights that the run starts from is all that "
+            "would train, and it is 0 from the start; set reference.path to a teacher"
+        )
+    if config.critic.warmup_steps >= config.run.steps:
+        found.append(
+            f"critic.warmup_steps={config.critic.warmup_steps} with run.steps={config.run.steps}: the policy would not move"
+        )
     if algorithm.kl == "loss" and algorithm.kl_estimator == "k1":
         found.append(
             "algorithm.kl_estimator=k1 in the loss has expected gradient zero: it restrains nothing; k2 has the "

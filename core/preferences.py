@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -89,13 +89,15 @@ def read_supervised(source: str) -> tuple[Supervised, ...]:
     return _read(source, _supervised)
 
 
-def split_by_prompt(rows: Sequence[P], held_out_share: float, seed: int) -> tuple[list[P], list[P]]:
+def split_by_prompt(
+    rows: Sequence[P], held_out_share: float, seed: int, *, needed: bool = True
+) -> tuple[list[P], list[P]]:
     """(rows to train on, rows held out), each in the order given. Which side a row is on is decided by a hash of its
     prompt and the seed: all rows of a prompt are together, and adding, removing or shuffling rows moves no other row.
 
     Prompts are the same when they differ in white space around them only, and a text is the same as one message of
-    the user. About `held_out_share` of the prompts are held out. Raises `DataError` when a side would be empty that
-    should not be.
+    the user. About `held_out_share` of the prompts are held out. When a side would be empty that should not be,
+    raises `DataError`; or holds nothing out, if that is not `needed`.
     """
     if not 0.0 <= held_out_share < 1.0:
         raise ValueError(f"held_out_share must be in [0, 1), not {held_out_share}")
@@ -103,6 +105,8 @@ def split_by_prompt(rows: Sequence[P], held_out_share: float, seed: int) -> tupl
     held_out: list[P] = []
     for row in rows:
         (held_out if _place(row.prompt, seed) < held_out_share else train).append(row)
+    if rows and not needed and not (train and held_out):
+        return list(rows), []
     if not train or (held_out_share > 0.0 and not held_out):
         num_prompts = len({_identity(row.prompt) for row in rows})
         raise DataError(
@@ -148,7 +152,11 @@ def _pair(row: Row, where: str) -> Pair:
     if chosen == rejected:
         raise DataError(f"{where}: chosen and rejected are the same, {_short(chosen)}; leave the row out")
     margin = row.get("margin", 0.0)
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0.0 <= margin < math.inf:
+    if (
+        isinstance(margin, bool)
+        or not isinstance(margin, int | float)
+        or not 0.0 <= margin <= sys.float_info.max
+    ):
         raise DataError(f"{where}: margin must be a number of at least 0, not {_short(margin)}")
     return Pair(prompt=prompt, chosen=chosen, rejected=rejected, margin=float(margin))
 

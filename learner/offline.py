@@ -16,6 +16,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -118,15 +119,19 @@ _ROWS: dict[Objective, type] = {
 
 def labelled_ids(
     rows: Sequence[tuple[Sequence[int], Sequence[int], bool]],
+    more: Sequence[tuple[Sequence[int], Sequence[int], bool]] = (),
 ) -> list[LabelledIds]:
     """From (prompt ids, completion ids, label): beside each the completion of the next row that has another prompt, the
-    first ones following the last. Raises `DataError` when all rows have the same prompt."""
+    first ones following the last; where there is none, of the first such row in `more`. Raises `DataError` when all rows
+    have the same prompt."""
     found = []
     for number, (prompt, completion, label) in enumerate(rows):
-        others = (rows[(number + ahead) % len(rows)] for ahead in range(1, len(rows)))
+        others = chain((rows[(number + ahead) % len(rows)] for ahead in range(1, len(rows))), more)
         mismatched = next((other[1] for other in others if list(other[0]) != list(prompt)), None)
         if mismatched is None:
-            raise DataError("all rows have the same prompt; kto needs answers to several to estimate its KL")
+            raise DataError(
+                "all rows to train on have the same prompt; kto needs answers to several to estimate its KL"
+            )
         found.append(
             LabelledIds(
                 prompt_ids=tuple(prompt),
@@ -243,6 +248,8 @@ class OfflineTrainer:
             kind = _KINDS[settings.objective]
             self.reward = RewardModel(model_folder, dtype=settings.dtype, kind=kind, ranks=ranks, **body)
             self.policy = self.reward.body
+            # Those of the model that it starts from are not those of what it becomes.
+            self.reward.calibration = self.reward.filler_share = None
         else:
             self.policy = PolicyModel(model_folder, dtype=settings.dtype, ranks=ranks, **body)
         self.version = 0

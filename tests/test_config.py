@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,6 +141,7 @@ def write(tmp_path: Path, text: str) -> Path:
         ),
         ("{}", ["algorithm.kl_stop=0.1"], "needs learner.steps_per_batch > 1"),
         ("{}", ["algorithm.kl_target=0.1"], "adapts the weight of a KL, and algorithm.kl=none has none"),
+        ("{}", ["algorithm.kl=loss", "algorithm.kl_target=0.1", "algorithm.kl_coef=0"], "and 0 stays 0"),
         ("{}", ["algorithm.process_rewards=true"], "only sees the reward of the whole response"),
         (
             "{}",
@@ -264,3 +266,18 @@ def test_a_preset_is_legal_and_survives_being_written_out(name: str) -> None:
 def test_doubtful_choices_are_warned_about(algorithm: dict[str, str], words: str | None) -> None:
     found = warnings(parse_config({"algorithm": algorithm}))
     assert found == [] if words is None else len(found) == 1 and words in found[0]
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"stage": "reward_model", "offline": {"held_out": 0, "evaluate_every": 0}}, "has no scale"),
+        ({"algorithm": {"preset": "distill"}}, "set reference.path to a teacher"),
+        (
+            {"algorithm": {"preset": "ppo"}, "critic": {"warmup_steps": 5}, "run": {"steps": 5}},
+            "the policy would not move",
+        ),
+    ],
+)
+def test_runs_that_would_come_to_nothing_are_warned_about(tree: dict[str, Any], words: str) -> None:
+    assert any(words in warning for warning in warnings(parse_config(tree)))

@@ -460,6 +460,8 @@ def test_mismatched_completions_are_answers_to_other_prompts() -> None:
     assert [row.mismatched_ids for row in rows] == [(12,), (12,), (10,)]
     with pytest.raises(DataError, match="same prompt"):
         labelled_ids([([1], [10], True), ([1], [11], False)])
+    (alone,) = labelled_ids([([1], [10], True)], more=[([1], [11], True), ([2], [12], False)])
+    assert alone.mismatched_ids == (12,)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

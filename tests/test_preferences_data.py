@@ -275,3 +275,16 @@ def test_a_side_that_would_be_empty_is_refused() -> None:
         split_by_prompt(rows_of(["p", "p"]), 1e-9, 0)
     with pytest.raises(DataError, match="all would be held out"):
         split_by_prompt(rows_of(["p"]), 1 - 1e-9, 0)
+
+
+def test_a_side_that_need_not_be_there_is_left_out() -> None:
+    rows = rows_of(["p", "p"])
+    assert split_by_prompt(rows, 1e-9, 0, needed=False) == (rows, [])
+    assert split_by_prompt(rows, 1 - 1e-9, 0, needed=False) == (rows, [])
+
+
+def test_a_margin_that_no_float_holds_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text(f'{{"prompt": "p", "chosen": "a", "rejected": "b", "margin": {10**400}}}')
+    with pytest.raises(DataError, match="row 1: margin must be a number"):
+        read_pairs(str(source))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from headway.actors.reference import ReferenceActor
 from headway.actors.reward_model import RewardModelActor
 from headway.actors.verifier import VerifierWorker
 from headway.cluster.offline import prepare_rows
+from headway.cluster.preflight import preflight
 from headway.core import rollouts
 from headway.core.config import Config, parse_config
 from headway.core.errors import DataError
@@ -38,7 +40,7 @@ from headway.learner.offline import (
     batch_at,
     read_rows,
 )
-from headway.learner.reward_model import Calibration, Kind, RewardModel
+from headway.learner.reward_model import Calibration, Kind, RewardModel, read_about
 from headway.learner.rewards import RewardState
 from headway.learner.step import StepBatch, prepare, prepare_batch
 from headway.learner.tiny_adder import PHRASES
@@ -585,3 +587,95 @@ def test_answers_of_pairs_end(tiny_random: Path, tmp_path: Path) -> None:
         assert each.prompt_ids[0] == tokenizer.bos_token_id and each.prompt_ids.count(each.prompt_ids[0]) == 1
         for ids in each.answers:
             assert ids[-1] == tokenizer.eos_token_id and tokenizer.eos_token_id not in ids[:-1]
+
+
+TURNS = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}<bos>{{ m.content }}"
+    "{% if m.role == 'assistant' %}<unk>{% endif %}{% endfor %}"
+)
+"""Ends an answer with another token than the tokenizer's end of a text."""
+
+
+@pytest.fixture
+def two_ends(tiny_random: Path, tmp_path: Path) -> Path:
+    """A model whose responses end with the end of a text, or with the end of a turn, which its chat template writes."""
+    folder = tmp_path / "two-ends"
+    shutil.copytree(tiny_random, folder)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [0, 2, 3]}))
+    (folder / "chat_template.jinja").write_text(TURNS)
+    return folder
+
+
+@pytest.mark.parametrize(("chat_template", "end"), [(True, 3), (False, 2)])
+def test_answers_end_as_the_model_ends_them(
+    two_ends: Path, tmp_path: Path, chat_template: bool, end: int
+) -> None:
+    """With the least of several ends a reward model would be read, and a policy end, at a token that it never samples."""
+    rows = [{"prompt": prompt_of(a, b), "chosen": str(a + b), "rejected": str(a)} for a, b in SUMS]
+    config = config_of(tmp_path, "reward_model", rows)
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"chat_template": chat_template})}
+    )
+    prepare_rows(config, two_ends)
+    for each in read_rows(config.run_folder / TRAIN):
+        assert isinstance(each, PairIds)
+        assert all(ids[-1] == end and not {0, 2, 3} & {*ids[:-1]} for ids in each.answers)
+
+
+def test_an_answer_that_has_its_end_already_gets_no_second_one(tiny_random: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": prompt_of(a, b), "chosen": f"{a + b}<eos>", "rejected": f"{a}"} for a, b in SUMS]
+    config = config_of(tmp_path, "reward_model", rows)
+    prepare_rows(config, tiny_random)
+    for each in read_rows(config.run_folder / TRAIN):
+        assert isinstance(each, PairIds)
+        assert all(ids.count(EOS) == 1 and ids[-1] == EOS for ids in each.answers)
+
+
+def test_rows_that_cannot_be_put_to_the_model_are_told(two_ends: Path, tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 2 ="}]
+    config = config_of(tmp_path, "sft", [{"prompt": chat, "completion": "3"}], held_out=0)
+    with pytest.raises(DataError, match=r"the prompt \[.*holds chat messages, .*set it to true"):
+        prepare_rows(config, two_ends)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"chat_template": True})})
+    with pytest.raises(DataError, match=r"chat template refuses the prompt .*no system"):
+        prepare_rows(config, two_ends)
+
+
+def test_rows_longer_than_the_model_are_refused(tiny_random: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "1 + 2 =", "completion": "3" * n} for n in (5, 600)]
+    config = config_of(tmp_path, "sft", rows, held_out=0)
+    with pytest.raises(DataError, match=r"1 of 2 rows .* longer than the 512 positions"):
+        prepare_rows(config, tiny_random)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_prompt_held_out_is_enough_for_kto(tiny_random: Path, tmp_path: Path, seed: int) -> None:
+    rows = [{"prompt": f"{n} =", "completion": f"{n}", "label": n % 2 == 0} for n in range(8)]
+    config = config_of(tmp_path, "preference", rows, objective="kto")
+    config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
+    assert sum(prepare_rows(config, tiny_random, must_hold_out=False)) == len(rows)
+
+
+def test_a_scale_is_of_the_weights_that_it_is_kept_with(tiny_random: Path, tmp_path: Path) -> None:
+    """What goes on from a reward model without rows held out has none, and no run takes it."""
+    first = RewardModel(tiny_random, dtype="float32", kind="outcome")
+    first.calibration, first.filler_share = Calibration(mean=1.0, std=2.0, num_responses=4), 0.0
+    first.save(tmp_path / "first")
+    t = OfflineTrainer(
+        OfflineSettings(objective="reward_model", dtype="float32", microbatch_tokens=512, learning_rate=1e-3),
+        tmp_path / "first",
+    )
+    t.step([PAIR])
+    t.export(tmp_path / "second")
+    about = read_about(tmp_path / "second")
+    assert (about["calibration"], about["filler_share"]) == (None, None)
+    config = parse_config(
+        {
+            "model": {"path": str(tiny_random), "chat_template": False},
+            "reward_model": {"path": str(tmp_path / "second")},
+            "metrics": {"port": 0},
+        }
+    )
+    with pytest.raises(DataError, match=r"has no scale, .*offline\.held_out above 0"):
+        preflight(config, (SCORED,), lambda _: None)
