@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +21,16 @@ from headway.core.errors import ConfigError, HeadwayError, UserError
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
 )
-console = Console(soft_wrap=True)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Whoever read along is gone, as `tee` is after Ctrl-C. What is trained goes on, to its end or to its checkpoint."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush has a place
+
+
+console = _Console(soft_wrap=True)
 errors = Console(stderr=True, soft_wrap=True)
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)]
@@ -280,7 +292,9 @@ def replay(
         console.print(f"step {record['version']:>5}  {shown}", highlight=False)
 
     folder = again.train(config, run, name or config.algorithm.preset, say)
-    console.print(f"trained again: {folder} (model: {folder / 'learner' / 'model'})", highlight=False)
+    console.print(
+        f"trained again: {folder} (model: {folder / 'learner' / 'model'})", highlight=False, markup=False
+    )
 
 
 def _score(config: Config, run: Path, *, as_json: bool) -> None:
@@ -329,6 +343,9 @@ def _figure(value: float | None) -> str:
 
 def main() -> None:
     """Entry point: turns typed errors into one clear message and an exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As Python's stderr: no run ends because a terminal lacks a character.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except (HeadwayError, BaseExceptionGroup) as error:

@@ -127,7 +127,10 @@ def _run_folder(target: str) -> dict[str, Any] | None:
     """What the run folder of this path, or of this name under `runs/`, says; None when there is no such folder."""
     for folder in (Path(target), Path("runs") / target):
         try:
-            return json.loads((folder / CLUSTER_FILE).read_text(encoding="utf-8"))
+            where = json.loads((folder / CLUSTER_FILE).read_text(encoding="utf-8"))
+            if not isinstance(where, dict) or not {"address", "namespace"} <= where.keys():
+                raise ValueError("it names no cluster")
+            return where
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, ValueError) as error:

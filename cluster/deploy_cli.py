@@ -173,6 +173,6 @@ def _write(files: dict[str, str], out: Path | None) -> None:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (out / name).write_text(text, encoding="utf-8")
-            errors.print(f"wrote {out / name}", highlight=False)
+            errors.print(f"wrote {out / name}", highlight=False, markup=False)
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}") from error

@@ -141,7 +141,9 @@ class Exporter(Collector):
         for metric in METRICS:
             labels = [metric.label] if metric.label else []
             if metric.kind == "histogram":
-                # Sample by sample: the library's histogram family leaves out sum and count when a bound is negative.
+                # With a negative bound there is no sum, which could fall, and so no count: OpenMetrics forbids it, and strict
+                # readers refuse the whole page.
+                is_rising = metric.buckets[0] >= 0
                 family = Metric(metric.name, metric.help, "histogram")
                 bounds = [*(f"{bound:g}" for bound in metric.buckets), "+Inf"]
                 for (name, label), (counts, total) in histograms.items():
@@ -149,8 +151,9 @@ class Exporter(Collector):
                         own = {metric.label: label} if labels else {}
                         for bound, below in zip(bounds, itertools.accumulate(counts), strict=True):
                             family.add_sample(f"{name}_bucket", {"le": bound, **own}, below)
-                        family.add_sample(f"{name}_count", own, sum(counts))
-                        family.add_sample(f"{name}_sum", own, total)
+                        if is_rising:
+                            family.add_sample(f"{name}_count", own, sum(counts))
+                            family.add_sample(f"{name}_sum", own, total)
             else:
                 make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
                 family = make(metric.name, metric.help, labels=labels)

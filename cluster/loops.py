@@ -20,6 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 from rich.console import Console
+from rich.markup import escape
 
 from headway.actors.chat import encode
 from headway.actors.generation import GenerationActor
@@ -214,14 +215,15 @@ class LoopRun:
         """What this run is about to do."""
         config, offline = self.config, self.config.offline
         self.console.print(
-            f"[bold]headway[/bold] {offline.loop} run '{config.run.name}' in {config.run_folder}: {offline.rounds} rounds of "
+            f"[bold]headway[/bold] {offline.loop} run '{config.run.name}' in {escape(str(config.run_folder))}: {offline.rounds} rounds of "
             f"{offline.loop_prompts} prompts x {config.sampling.group_size} samples and {config.run.steps} steps\n  model "
-            f"{self.model_folder}, {len(self.prompts.prompts)} prompts from {config.data.source}",
+            f"{escape(str(self.model_folder))}, {len(self.prompts.prompts)} prompts from {escape(config.data.source)}",
             highlight=False,
         )
 
     def say(self, text: str) -> None:
-        self.console.print(f"[dim]{time.monotonic() - self.started:6.1f} s[/dim]  {text}", highlight=False)
+        clock = f"[dim]{time.monotonic() - self.started:6.1f} s[/dim]"
+        self.console.print(f"{clock}  {escape(text)}", highlight=False)
 
     def request_stop(self) -> None:
         """Ends the run after the optimizer step in progress, with a checkpoint. A round's samples that are not pairs yet

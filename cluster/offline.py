@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 
 from headway.actors.chat import answer_end, encode
 from headway.actors.offline import HELD_OUT, TRAIN, OfflineActor, objective_of
@@ -22,7 +23,7 @@ from headway.cluster.exporter import Exporter
 from headway.cluster.preflight import check_outputs, check_template, tokenizer_of, trained_positions
 from headway.cluster.ray_crew import ROLES, RayCrew
 from headway.cluster.record import keep_steps
-from headway.cluster.report import write_report
+from headway.cluster.report import reported
 from headway.cluster.tracker import Tracker, opened
 from headway.cluster.watch import Waits
 from headway.core import preferences
@@ -167,15 +168,16 @@ class OfflineRun:
         """What this run is about to do."""
         config = self.config
         self.console.print(
-            f"[bold]headway[/bold] {objective_of(config)} run '{config.run.name}' in {config.run_folder}: "
+            f"[bold]headway[/bold] {objective_of(config)} run '{config.run.name}' in {escape(str(config.run_folder))}: "
             f"{config.run.steps} steps of {config.offline.rows_per_step} rows, {config.learner.replicas} learner rank(s), "
-            f"learning rate {config.learner.learning_rate:g}\n  model {self.model_folder}, {train} rows from "
-            f"{config.data.source}, {held_out} held out",
+            f"learning rate {config.learner.learning_rate:g}\n  model {escape(self.model_folder)}, {train} rows from "
+            f"{escape(config.data.source)}, {held_out} held out",
             highlight=False,
         )
 
     def say(self, text: str) -> None:
-        self.console.print(f"[dim]{time.monotonic() - self.started:6.1f} s[/dim]  {text}", highlight=False)
+        clock = f"[dim]{time.monotonic() - self.started:6.1f} s[/dim]"
+        self.console.print(f"{clock}  {escape(text)}", highlight=False)
 
     def request_stop(self) -> None:
         """Ends the run after the optimizer step in progress, with a checkpoint."""
@@ -190,7 +192,7 @@ class OfflineRun:
                 await self._execute()
         finally:
             if (self.folder / "metrics.jsonl").exists():
-                self.say(f"report: {await asyncio.to_thread(write_report, self.config.run_folder)}")
+                self.say(await asyncio.to_thread(reported, self.config.run_folder))
 
     async def _execute(self) -> None:
         self.totals = Exporter()

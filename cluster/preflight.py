@@ -343,7 +343,12 @@ def check_disk(config: Config, folder: Path) -> None:
     """Two checkpoints of weights and both AdamW moments in float32 must fit beside each other."""
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     needed = 2 * weights * 6  # bfloat16 on disk: x2 to float32, x3 with the moments
-    config.run.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        config.run.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run.folder={config.run.folder} cannot be made: {error.strerror}; set run.folder"
+        ) from error
     free = shutil.disk_usage(config.run.folder).free
     if free < needed:
         raise ConfigError(

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.text import Text
 
 from headway.core.config import Config
@@ -45,7 +46,7 @@ class Progress:
         sampling, learner, generation = config.sampling, config.learner, config.generation
         algorithm = config.algorithm
         self._console.print(
-            f"[bold]headway[/bold] run '{config.run.name}' in {config.run_folder}: {config.run.steps} steps, "
+            f"[bold]headway[/bold] run '{config.run.name}' in {escape(str(config.run_folder))}: {config.run.steps} steps, "
             f"max version lag {config.lag.max_version_lag}"
             + (" (synchronous)" if config.lag.max_version_lag == 0 else ""),
             highlight=False,
@@ -54,6 +55,7 @@ class Progress:
             f"  model {model}, {num_prompts} prompts from {config.data.source}, {learner.groups_per_step} groups x "
             f"{sampling.group_size} responses of at most {sampling.max_new_tokens} tokens a step",
             highlight=False,
+            markup=False,
         )
         self._console.print(
             f"  {generation.replicas} vLLM engine(s), {learner.replicas} learner rank(s)"
@@ -64,7 +66,9 @@ class Progress:
         )
 
     def say(self, text: str) -> None:
-        self._console.print(f"[dim]{time.monotonic() - self._started:6.1f} s[/dim]  {text}", highlight=False)
+        """Never as markup: what a path or an actor's last words hold in brackets may look like it."""
+        clock = f"[dim]{time.monotonic() - self._started:6.1f} s[/dim]"
+        self._console.print(f"{clock}  {escape(text)}", highlight=False)
 
     def endpoint(self, port: int, wanted: int) -> None:
         taken = f" (port {wanted} is taken)" if wanted not in (0, port) else ""

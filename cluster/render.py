@@ -37,6 +37,8 @@ HEAD_PORTS = {
     "as-metrics": 44217,
     "dash-metrics": 44227,
 }
+RAY_METRICS_PORT = 8080
+"""Of every pod."""
 GENERATED = ("reasoning_gym", *datasets.PACKAGED)
 """Sources of prompts that are no files."""
 LONGEST_NAME = 47
@@ -164,6 +166,10 @@ def kuberay(
     name = object_name(config)
     if not config.metrics.port:
         raise ConfigError("metrics.port=0 takes any port, which nothing can scrape; set metrics.port=9400")
+    if config.metrics.port in (RAY_METRICS_PORT, *HEAD_PORTS.values()):
+        raise ConfigError(
+            f"metrics.port={config.metrics.port} is a port of Ray's own in the head's pod; set metrics.port=9400"
+        )
     pods = groups(config, gpus_per_pod=target.gpus_per_node)
     files: dict[str, list[Manifest]] = {}
     if target.claim is None:
@@ -290,7 +296,7 @@ def _pod_template(config: Config, target: KubeRay, group: Group) -> Manifest:
         "PYTHONUNBUFFERED": "1",
         **{f"RAY_{key}": str(value) for key, value in FAILURE_DETECTION.items()},
     }
-    ports = {"metrics": 8080}
+    ports = {"metrics": RAY_METRICS_PORT}
     mounts: list[Manifest] = [
         {"name": "shm", "mountPath": "/dev/shm"},
         {"name": "runs", "mountPath": runs},
@@ -341,12 +347,18 @@ def _shipped(config: Config, labels: dict[str, dict[str, str]]) -> Manifest:
     for role, own in labels.items():
         # Each role selects its own pods, or one would take what was made for another.
         tree[role]["labels"] = {**own, **tree[role]["labels"]}
-    for section in ("model", "critic", "reward_model"):
-        path = tree.get(section, {}).get("path")
+    for section, key in (
+        ("model", "path"),
+        ("judge", "model"),
+        ("reward_model", "path"),
+        ("reference", "path"),
+        ("critic", "path"),
+    ):
+        path = tree[section][key]
         if path and not Path(path).is_absolute() and ("/" in path or Path(path).exists()):
             raise ConfigError(
-                f"{section}.path={path} is a folder here and not in the pods; put it on their volume and give its place "
-                f"there, for example {section}.path={volume}/models/{Path(path).name}"
+                f"{section}.{key}={path} is a folder here and not in the pods; put it on their volume and give its place "
+                f"there, for example {section}.{key}={volume}/models/{Path(path).name}"
             )
     for key, own in (("data.verifier", config.data.verifier), ("environment.name", config.environment.name)):
         if own and ".py:" in own and not Path(own).is_absolute():

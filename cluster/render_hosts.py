@@ -184,7 +184,9 @@ SLURM_BODY = r"""
 set -euo pipefail
 venv=$(realpath "$venv")
 export PATH="$venv/bin:$PATH" PYTHONUNBUFFERED=1
-headway train "$config" "${overrides[@]}" "$@" --dry-run >/dev/null  # a mistake ends the job before Ray starts
+# A mistake ends the job before Ray starts. What sbatch was given may have named another run than the script.
+resolved=$(headway train "$config" "${overrides[@]}" "$@" --dry-run)
+run_folder=$(python -c 'import json, sys; run = json.load(sys.stdin)["run"]; print(run["folder"], run["name"], sep="/")' <<<"$resolved")
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')  # this job's own
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
 port=$((20000 + SLURM_JOB_ID % 5000 * 4))  # and the two after it: jobs may share a node
@@ -231,7 +233,13 @@ for ((i = 1; i < ${#nodes[@]}; i++)); do node "$i" --address="$address"; done
 await_nodes "$address" "${#nodes[@]}"
 
 # A job that SLURM has put back into its queue goes on from its checkpoint.
-if ((${SLURM_RESTART_COUNT:-0})) && [[ -e $run_folder/config.json ]]; then set -- --resume "$@"; fi
+if ((${SLURM_RESTART_COUNT:-0})) && [[ -e $run_folder/config.json ]]; then
+    for argument; do
+        shift
+        [[ $argument == --overwrite ]] || set -- "$@" "$argument"  # it has done so
+    done
+    set -- --resume "$@"
+fi
 code=0
 headway train "$config" "${overrides[@]}" "$@" "cluster.address=$address" &
 driver=$!
@@ -273,7 +281,6 @@ def slurm(config: Config, target: Slurm, path: Path, overrides: list[str]) -> st
         "venv": shlex.quote(str(target.venv)),
         "config": shlex.quote(str(path)),
         "overrides": _array([*overrides, *pins(found)]),
-        "run_folder": shlex.quote(str(config.run_folder)),
         "labels": _array(_node_labels(found)),
         "cpus": str(cpus),
         "gpus": str(gpus),

@@ -77,6 +77,14 @@ def write_report(run_folder: Path) -> Path:
     return path
 
 
+def reported(run_folder: Path) -> str:
+    """Writes the report and says where it is, or why there is none: a run ends as it does, with a page about it or without."""
+    try:
+        return f"report: {write_report(run_folder)}"
+    except (DataError, OSError) as error:
+        return f"no report: {error}"
+
+
 def read_metrics(path: Path) -> tuple[list[Record], float, int]:
     """The steps that led to the final weights, in order; the seconds that all processes of the run worked; the
     number of lines that are no record, such as one that a crash cut off.

@@ -103,6 +103,8 @@ def rollouts(
         raise ConfigError(
             "--best and --worst say themselves how many, and sort by reward: leave out --sort and --limit"
         )
+    if html is not None and not html.name:  # as of `.`, and of nothing
+        raise ConfigError(f"--html {html}: name a file")
     if sort.removeprefix("-") not in SORTS:
         raise ConfigError(f"--sort {sort!r}: say one of {', '.join(SORTS)}, or -reward for the highest first")
     ranges = {"step": step, "reward": reward, "length": length, "lag": lag}

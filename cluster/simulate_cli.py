@@ -116,7 +116,7 @@ def plan(
             highlight=False,
         )
     if plot:
-        console.print(f"plot: {plot}", highlight=False)
+        console.print(f"plot: {plot}", highlight=False, markup=False)
 
 
 def simulate(

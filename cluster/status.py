@@ -219,7 +219,9 @@ def _newest(file: Path) -> list[dict[str, Any]]:
     records = []
     for line in whole[-RECENT_STEPS:]:
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:  # the first, from which the start is cut off
             continue
+        if isinstance(record, dict):
+            records.append(record)
     return records

@@ -117,7 +117,7 @@ def stop(
     try:
         ended = end(run, address, at_once=now, timeout_s=timeout, say=say)
     except UserError as error:
-        over = None if run is None else _over(run)
+        over = None if run is None else _over(run, address)
         if over is None or (over["was_killed"] and not over["own_ray"]):
             raise
         why = f" ({error})" if over["was_killed"] else ""
@@ -172,16 +172,18 @@ def _look(
 
             return show(look)
     except UserError:
-        if run is None or (found := _over(run)) is None:
+        if run is None or (found := _over(run, address)) is None:
             raise
         return found
 
 
-def _over(run: str) -> dict[str, Any] | None:
+def _over(run: str, address: str | None = None) -> dict[str, Any] | None:
+    """What a folder says of a run that is over. With the address of a cluster a name means the run there: what is here under the
+    same name may be another one."""
     from headway.cluster.control import CLUSTER_FILE
     from headway.cluster.status import of_folder
 
-    for folder in (Path(run), Path("runs") / run):
+    for folder in (Path(run), Path("runs") / run)[: 2 if address is None else 1]:
         if found := of_folder(folder, was_killed=(folder / CLUSTER_FILE).exists()):
             return found
     return None

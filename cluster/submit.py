@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import shlex
 import shutil
@@ -37,6 +38,7 @@ FULL_PERCENT = 95.0
 """Ray writes no objects to a disk that is fuller."""
 EVERYTHING = 10_000
 """The longest list that a dashboard gives."""
+INSTEAD = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 RUN = "headway_run"
 """In a job's metadata: the run's name."""
 STOP_S = "headway_stop_s"
@@ -183,8 +185,18 @@ def connect(address: str) -> Any:
         def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
             return super()._do_request(method, endpoint, timeout=REQUEST_DEADLINE_S, **options)
 
-    with reaching(address):
+    with reaching(address), _nothing_in_its_place():
         return Client(address)
+
+
+@contextmanager
+def _nothing_in_its_place() -> Iterator[None]:
+    """Without the variables that Ray would follow instead of the address that its client is given."""
+    hidden = {name: os.environ.pop(name) for name in INSTEAD if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 @contextmanager
@@ -198,6 +210,8 @@ def reaching(address: str) -> Iterator[None]:
         raise ClusterError(
             f"{address}: unauthorised; set RAY_AUTH_TOKEN to the cluster's token, or put it into ~/.ray/auth_token"
         ) from error
+    except json.JSONDecodeError as error:
+        raise ClusterError(f"{address}: what answers there is no dashboard of Ray") from error
     except (OSError, RuntimeError, ValueError) as error:
         raise ClusterError(f"{address}: {str(error).splitlines()[0]}") from error
 

@@ -26,7 +26,7 @@ from headway.cluster.preflight import (
 )
 from headway.cluster.progress import Progress
 from headway.cluster.ray_crew import RayCrew
-from headway.cluster.report import write_report
+from headway.cluster.report import reported
 from headway.cluster.room import check_resources
 from headway.cluster.run import Run
 from headway.cluster.run_folder import check_same_inputs
@@ -84,7 +84,7 @@ def train_policy(config: Config, console: Console, *, checkpoint: Path | None, r
             return _executed(run)
         finally:
             if (config.run_folder / "metrics.jsonl").exists():
-                console.print(f"report: {write_report(config.run_folder)}", highlight=False)
+                console.print(reported(config.run_folder), highlight=False, markup=False)
             disconnect()
 
 
@@ -115,7 +115,7 @@ def train_loop(config: Config, console: Console, *, checkpoint: Path | None, res
     """A run of stage `preference` that makes its pairs itself. Returns as `train_policy`."""
     check_outputs(config)
     prompts = loops.prompts_of(config)
-    folder = made_model(config.model.path, lambda text: console.print(text, highlight=False))
+    folder = made_model(config.model.path, lambda text: console.print(text, highlight=False, markup=False))
     run = loops.LoopRun(
         config=config, console=console, model_folder=folder, prompts=PromptStream(prompts, config.run.seed)
     )

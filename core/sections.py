@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from headway.core.presets import PRESETS
 
@@ -15,9 +15,18 @@ from headway.core.presets import PRESETS
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_switch(cls, value: Any, info: ValidationInfo) -> Any:
+        """`metrics.port=off` would be any port, and `lag.max_version_lag=yes` a bound of 1."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and kind in (int, float, int | None, float | None):
+            raise ValueError("Input should be a number, not a switch")
+        return value
+
 
 class Run(Section):
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     """Names the run folder and everything that the run creates on the cluster."""
     folder: Path = Path("runs")
     """Parent of the run folder `folder/name`."""

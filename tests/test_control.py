@@ -89,9 +89,10 @@ def test_what_is_wrong_without_any_cluster_is_said_at_once(tmp_path: Path) -> No
     )
     with pytest.raises(ClusterError, match=r"no Ray cluster at '127.0.0.1:9'"):
         scale(str(tmp_path), None, "generation", 2)
-    (tmp_path / CLUSTER_FILE).write_text("{")
-    with pytest.raises(UserError, match=rf"{CLUSTER_FILE} cannot be read"):
-        scale(str(tmp_path), None, "generation", 2)
+    for text in ("{", "{}", "null"):
+        (tmp_path / CLUSTER_FILE).write_text(text)
+        with pytest.raises(UserError, match=rf"{CLUSTER_FILE} cannot be read"):
+            scale(str(tmp_path), None, "generation", 2)
 
 
 @pytest.fixture(scope="module")

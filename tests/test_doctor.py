@@ -292,6 +292,13 @@ def test_a_folder_that_cannot_be_is_found(work: Path, folder: str) -> None:
     assert row.state == "error" and "cannot be written to; set run.folder" in row.value
 
 
+def test_a_folder_that_cannot_be_made_ends_no_other_check(work: Path) -> None:
+    (work / "nowhere").symlink_to(work / "gone")
+    for folder in ("nowhere", "good.yaml"):
+        (row,) = rows_of("disk", "good.yaml", f"run.folder={folder}")
+        assert row.state == "error" and f"run.folder={folder} cannot be made" in row.value
+
+
 # ---- cluster -----------------------------------------------------------------------------------------------
 
 TOKEN = "6f9619ff8b86d011b42d00c04fc964ff6f9619ff8b86d011b42d00c04fc964ff"

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as strict
 
 from headway.cluster.exporter import Exporter
 from headway.core.config import Config
@@ -161,6 +163,17 @@ def test_promtool_has_nothing_to_say() -> None:
         ["promtool", "check", "metrics"], input=scrape(exporter), capture_output=True, text=True, timeout=30
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_strict_reader_of_openmetrics_has_nothing_to_say() -> None:
+    recorder, exporter = Recorder(), Exporter()
+    recorder.observe("headway_reward", [-1.0, 0.5])
+    exporter.apply(recorder.drain())
+    registry = CollectorRegistry()
+    registry.register(exporter)
+    families = {family.name: family for family in strict(openmetrics(registry).decode())}
+    assert [sample.value for sample in families["headway_reward"].samples][-1] == 2
+    assert len(families) == len(METRICS)
 
 
 def test_a_metric_that_is_not_in_the_table_is_a_bug() -> None:

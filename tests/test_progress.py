@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 from rich.console import Console
 
@@ -32,3 +36,43 @@ def test_a_step_without_trained_tokens_has_a_line_too() -> None:
         "step    3/100  reward 0.250 (trained –)  lag 1.0 (max 2)  ess –  kl –  grad 0.00  len 5.0  1.5 s (waited 0.2)"
         in line
     )
+
+
+def test_brackets_are_no_markup() -> None:
+    words = "engine 0 is replaced: [/dev/shm] is full [red]"
+    assert words in printed("say", words)
+    config = Config().model_copy(update={"run": Config().run.model_copy(update={"folder": Path("[/a] [b]")})})
+    console = Console(file=io.StringIO(), width=200)
+    Progress(config, console).header(config, num_prompts=1, model="[/models]/m")
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "in [/a] [b]/run:" in said and "model [/models]/m," in said
+
+
+def test_a_run_goes_on_without_whoever_read_along() -> None:
+    script = """
+import sys
+from headway.cluster.cli import console
+for _ in range(3):
+    console.print("x" * 100_000, highlight=False)
+print("goes on", file=sys.stderr)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdout and run.stderr
+        run.stdout.close()
+        assert run.stderr.read() == "goes on\n"
+    assert run.returncode == 0
+
+
+def test_no_run_ends_because_a_terminal_lacks_a_character() -> None:
+    script = (
+        "from headway.cluster import cli\ncli.app = lambda: cli.console.print('reward \u2013')\ncli.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, b"reward \\u2013\n")

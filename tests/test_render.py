@@ -8,6 +8,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 
 from headway.cluster.deploy_cli import app
 from headway.cluster.render import KubeRay, groups, kuberay, rule_groups, to_yaml
-from headway.cluster.render_hosts import Size, hosts
+from headway.cluster.render_hosts import SLURM_BODY, Size, hosts
 from headway.cluster.room import needs
 from headway.core.config import Config, load_config, parse_config
 from headway.core.errors import ConfigError
@@ -359,9 +360,19 @@ def invoke(*arguments: str) -> str:
         ("kuberay {tiny} generation.gpus=0.5", ("generation.gpus=0.5", "set generation.gpus=1")),
         ("kuberay {tiny} learner.gpus=9", ("learner.gpus=9", "--gpus-per-node")),
         ("kuberay {tiny} metrics.port=0", ("metrics.port=0", "metrics.port=9400")),
+        ("kuberay {tiny} metrics.port=8080", ("metrics.port=8080", "set metrics.port=9400")),
+        ("kuberay {tiny} metrics.port=8265", ("metrics.port=8265", "Ray's own")),
         ("kuberay {tiny} learner.labels.a=b!", ("learner.labels", "b!")),
         ("kuberay {tiny} run.name=" + "x" * 60, ("run.name", "shorter")),
         ("kuberay {tiny} model.path=models/qwen", ("model.path=models/qwen", "/runs/models/qwen")),
+        (
+            "kuberay {tiny} algorithm.preset=distill reference.path=models/teacher",
+            ("reference.path=models/teacher", "/runs/models/teacher"),
+        ),
+        (
+            "kuberay {tiny} data.verifier=judge judge.model=models/judge",
+            ("judge.model=models/judge", "/runs/models/judge"),
+        ),
         (
             "kuberay {tiny} data.source=missing.jsonl",
             ("data.source=missing.jsonl", "/runs/data/missing.jsonl"),
@@ -424,6 +435,33 @@ def test_the_examples_are_what_is_rendered_now(
     invoke(*EXAMPLES[name].split(), "--out", str(tmp_path))
     # To write them anew: the command above with --out deploy/FOLDER.
     assert (root / "deploy" / name).read_text() == (tmp_path / Path(name).name).read_text()
+
+
+def test_a_job_that_was_put_back_goes_on_with_the_run_that_sbatch_named(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.json").write_text("{}")
+    which = SLURM_BODY[SLURM_BODY.index("resolved=") : SLURM_BODY.index("RAY_AUTH_TOKEN=")]
+    again = SLURM_BODY[SLURM_BODY.index("# A job that SLURM has put back") : SLURM_BODY.index("code=0\n")]
+    script = (
+        f"config=configs/tiny.yaml overrides=('run.folder={tmp_path}')\n{which}{again}printf '%s\\n' \"$@\""
+    )
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+    def told(restarts: int, *arguments: str) -> list[str]:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script, "job", *arguments],
+            env=environment | {"SLURM_RESTART_COUNT": str(restarts)},
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    assert told(1, "run.name=b", "--overwrite", "run.steps=3") == ["--resume", "run.name=b", "run.steps=3"]
+    assert told(0, "run.name=b", "--overwrite") == ["run.name=b", "--overwrite"]
+    assert told(1, "run.name=c", "--overwrite") == ["run.name=c", "--overwrite"]  # it has not begun
 
 
 @pytest.mark.parametrize("name", ["slurm/headway.sbatch", "skypilot/headway.yaml"])

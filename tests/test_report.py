@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from headway.cluster.page import visible
-from headway.cluster.report import read_metrics, write_report
+from headway.cluster.report import read_metrics, reported, write_report
 from headway.cluster.report_plots import MAX_POINTS, plots
 from headway.core import rollouts
 from headway.core.errors import DataError
@@ -293,6 +293,17 @@ def test_a_run_without_a_step_has_no_report(tmp_path, text):
     with pytest.raises(DataError, match=r"metrics\.jsonl holds no optimizer step"):
         write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_run_ends_as_it_does_also_without_a_report(tmp_path):
+    folder = run_folder(tmp_path, [record(1)])
+    store(folder, 1, [response(0, s, "x", 1.0) for s in range(2)])
+    assert reported(folder) == f"report: {folder / 'report.html'}"
+    (folder / "report.html").unlink()
+    (folder / "report.html").mkdir()
+    assert reported(folder).startswith("no report: [Errno ")
+    next((folder / "rollouts").iterdir()).write_bytes(b"PAR1 cut off")
+    assert "cannot be read" in reported(folder)
 
 
 def test_corrections_and_lags_are_tables_of_means(tmp_path):

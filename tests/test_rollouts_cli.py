@@ -582,6 +582,7 @@ def test_a_page_without_rollouts_says_so(tmp_path):
         (["--worst", "1", "--sort", "lag"], "leave out --sort and --limit"),
         (["--sort", "age"], "--sort 'age': say one of step, reward, length, lag"),
         (["--step", "x"], "--step 'x': say a number or a range"),
+        (["--html", "."], "--html .: name a file"),
         (["--html", "/nowhere/x.html"], "--html /nowhere/x.html: No such file"),
     ],
 )

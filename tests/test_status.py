@@ -239,6 +239,14 @@ def test_what_a_folder_says_of_its_run(tmp_path: Path, steps: int, was_killed: b
     assert of_folder(tmp_path, was_killed=False) is None
 
 
+def test_a_line_that_is_no_record_is_left_out(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, 9)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("\nnull\n[3]\n")
+    found = of_folder(folder, was_killed=False)
+    assert found is not None and found["version"] == 3
+
+
 def shown(account: dict[str, Any]) -> str:
     console = Console(width=110, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(render(account), highlight=False)
@@ -314,6 +322,12 @@ def test_a_run_that_is_over_is_told_from_its_folder(
         assert (
             code == 2 and text.startswith("error: no Ray cluster at '127.0.0.1:9'") and text.count("\n") == 1
         )
+    # The run of this name on a cluster that was named may be another one.
+    for arguments in (["status", "old"], ["top", "old"], ["stop", "old"]):
+        code, text = headway(capsys, monkeypatch, *arguments, "--address", "127.0.0.1:9")
+        assert code == 2 and text.startswith("error: no Ray cluster at '127.0.0.1:9'")
+    code, text = headway(capsys, monkeypatch, "stop", "old", "--address", "http://127.0.0.1:9")
+    assert code == 2 and text.startswith("error: http://127.0.0.1:9: ")
     (folder / "cluster.json").write_text(
         json.dumps({"address": "127.0.0.1:9", "namespace": "headway-old", "pid": 1})
     )

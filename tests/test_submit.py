@@ -256,6 +256,23 @@ def test_no_cluster_is_one_clear_line(root: Path) -> None:
         assert code == 2 and err.count("\n") == 1 and address in err and said in err
 
 
+@pytest.mark.parametrize("variable", ["RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"])
+def test_a_job_goes_where_it_is_sent_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    own, other = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    monkeypatch.setenv(variable, other)
+    with pytest.raises(ClusterError, match=rf"^{own}: Failed to connect to Ray at address: {own}"):
+        jobs.connect(own)
+    assert os.environ[variable] == other
+
+
+def test_what_is_no_dashboard_is_named() -> None:
+    with pytest.raises(ClusterError, match="http://head:80: what answers there is no dashboard of Ray"):
+        with jobs.reaching("http://head:80"):
+            json.loads("<html>")
+
+
 def test_what_the_cluster_cannot_hold_is_not_sent(root: Path, cluster: Cluster) -> None:
     before = len(cluster.ask("/api/jobs/"))
     code, out, err = headway(
