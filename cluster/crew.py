@@ -223,8 +223,8 @@ class Crew(Protocol):
         """A new, empty queue in place of the dead one."""
         ...
 
-    async def restore_queue(self, file: Path) -> list[Receipt]:
-        """Takes over what `save_queue` wrote."""
+    async def restore_queue(self, file: Path, only: Collection[int] | None = None) -> list[Receipt]:
+        """Takes over what `save_queue` wrote: all of it, or of `only` these groups."""
         ...
 
     async def save_queue(self, file: Path) -> None: ...

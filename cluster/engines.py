@@ -95,10 +95,22 @@ class Engines(Part):
     # ---- how many ------------------------------------------------------------------------------------------
 
     async def start(self, fleet: Fleet) -> None:
-        """The first engines; returns when all are up. Raises what their start raised."""
+        """The first engines; returns when all are up, but for those that died on the way, which their keepers start again.
+        Raises what their start raised otherwise, and the last death where none came up."""
         self.target, self.gpus = fleet.replicas, fleet.gpus
         first = [self._new() for _ in range(fleet.replicas)]
-        await asyncio.gather(*(self._start(engine) for engine in first))
+        deaths: list[ActorDied] = []
+
+        async def start(engine: Engine) -> None:
+            try:
+                await self._start(engine)
+            except ActorDied as death:
+                deaths.append(death)
+                self._say(f"engine {engine.replica} did not start: {death}")
+
+        await asyncio.gather(*map(start, first))
+        if deaths and len(deaths) == len(first):
+            raise deaths[-1]
 
     def keep_all(self) -> None:
         """From here on every engine is looked after."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,12 +160,13 @@ class RolloutQueue:
         references = [reference for _, reference in self._groups.values()]
         await asyncio.to_thread(self._write, references, path, dict[bytes, bytes]())
 
-    async def restore(self, path: str) -> list[Receipt]:
-        """Takes over what `save` wrote."""
+    async def restore(self, path: str, only: Collection[int] | None = None) -> list[Receipt]:
+        """Takes over what `save` wrote: all of it, or of `only` these groups."""
         table = rollouts.read_parquet(Path(path))
         rows: dict[int, list[int]] = {}
         for row, group_id in enumerate(table.column("group_id").to_pylist()):
-            rows.setdefault(group_id, []).append(row)
+            if only is None or group_id in only:
+                rows.setdefault(group_id, []).append(row)
         return [await self.put(table.take(of_group)) for of_group in rows.values()]
 
     async def write_batch(

@@ -470,8 +470,8 @@ class RayCrew(Members):
         await self._end_present("queue", 0)
         await self._ready(self._create("queue", 0))
 
-    async def restore_queue(self, file: Path) -> list[Receipt]:
-        return await self._ask(self._present("queue"), "restore", str(file))
+    async def restore_queue(self, file: Path, only: Collection[int] | None = None) -> list[Receipt]:
+        return await self._ask(self._present("queue"), "restore", str(file), only)
 
     async def save_queue(self, file: Path) -> None:
         await self._ask(self._present("queue"), "save", str(file))

@@ -107,14 +107,11 @@ class Supervisor(Part):
         kept: set[int] = set()
         newest = checkpoint.newest_complete(self._folder / "checkpoints")
         if newest is not None:
+            # No others: the new queue takes groups already, and one that finishes there is not the checkpoint's to judge.
             receipts = await self._within(
-                self._crew.restore_queue(newest / "queue.parquet"), "the queue's checkpoint"
+                self._crew.restore_queue(newest / "queue.parquet", set(finished)), "the queue's checkpoint"
             )
-            kept = {
-                receipt.group_id
-                for receipt in receipts
-                if receipt.group_id in finished and finished[receipt.group_id].receipt == receipt
-            }
+            kept = {receipt.group_id for receipt in receipts if finished[receipt.group_id].receipt == receipt}
             await self._within(
                 self._crew.release([r.group_id for r in receipts if r.group_id not in kept]), "the new queue"
             )

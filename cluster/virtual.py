@@ -483,10 +483,10 @@ class VirtualCrew:
         self._queue = RolloutQueue(_same, _same, _receipt)
         await self._start(self._one("queue"))
 
-    async def restore_queue(self, file: Path) -> list[Receipt]:
+    async def restore_queue(self, file: Path, only: Collection[int] | None = None) -> list[Receipt]:
         await self._one("queue").work(0)
-        lines = file.read_text(encoding="utf-8").splitlines()
-        return [await self._queue.put(_rows_from(json.loads(line))) for line in lines]
+        rows = [_rows_from(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+        return [await self._queue.put(row) for row in rows if only is None or row.group_id in only]
 
     async def save_queue(self, file: Path) -> None:
         await self._one("queue").work(0)

@@ -65,14 +65,15 @@ class Passes:
         self.model.zero_grad()
         return norms_B
 
-    def correction(self, step: StepBatch, tokens_M: Tensor, proximal_N: Tensor) -> Corrected:
-        """Of tokens of the step, the proximal policy being the current one."""
-        log_correction_M = proximal_N[tokens_M] - step.behavior_logprobs_N[tokens_M]
+    def correction(self, step: StepBatch, tokens_M: Tensor, anchor_N: Tensor, current_N: Tensor) -> Corrected:
+        """Of tokens of the step, from log-probabilities under the policy whose weight over the behavior policy counts, and
+        under the current one."""
+        behavior_M = step.behavior_logprobs_N[tokens_M]
         return correct(
-            log_correction_M,
+            anchor_N[tokens_M] - behavior_M,
             step.response_N[tokens_M],
             step.advantages_N[tokens_M],
-            -log_correction_M,
+            behavior_M - current_N[tokens_M],
             self.config.algorithm,
         )
 
@@ -87,7 +88,7 @@ class Passes:
         trained = torch.from_numpy(np.flatnonzero(step.trained_N))
         factor_N = torch.ones_like(step.advantages_N)
         if algorithm.correction:
-            factor_N[trained] = self.correction(step, trained, proximal_N).factor_M
+            factor_N[trained] = self.correction(step, trained, proximal_N, proximal_N).factor_M
         weights_N = factor_N * step.token_weights_N * step.advantages_N
 
         def k2_gradient() -> list[Tensor]:

@@ -100,15 +100,19 @@ class Trainer:
         steps = prepare_batch(tables, self.config, self.rewards, version)
         unpacked = time.perf_counter()
         proximal = [self._proximal(step, later=number > 0) for number, step in enumerate(steps)]
-        steps = [
-            self._with_proximal(step, proximal_N) for step, proximal_N in zip(steps, proximal, strict=True)
-        ]
+        if self.config.algorithm.advantage == "min_variance":
+            steps = [
+                self._with_min_variance(step, proximal_N)
+                for step, proximal_N in zip(steps, proximal, strict=True)
+            ]
         seconds = {"unpack": unpacked - started, "forward_backward": time.perf_counter() - unpacked}
         stats: list[StepStats] = []
         columns: list[pa.Table] = []
         for step, proximal_N in zip(steps, proximal, strict=True):
             stopped = bool(stats) and stats[-1].stopped_by_kl
             waits = self.version < self.config.critic.warmup_steps
+            if not (stopped or waits):
+                step = self._without_rejected(step, proximal_N, later=bool(stats))
             step_stats, trained = self._step(step, proximal_N, seconds, stopped=stopped, waits=waits)
             stats.append(step_stats)
             columns.append(_columns(step, trained, proximal_N))
@@ -121,38 +125,34 @@ class Trainer:
         """[N] float32 log-probabilities under the current weights, NaN where nothing is trained; None where the step
         finds them out by itself because they are those of its own forward pass, or has no use for them."""
         algorithm = self.config.algorithm
-        ahead = (
-            algorithm.advantage == "min_variance"
-            or algorithm.objective == "trpo"
-            or not algorithm.rejected_in_denominator
-        )
+        ahead = algorithm.advantage == "min_variance" or algorithm.objective == "trpo"
+        ahead |= not (later or algorithm.rejected_in_denominator)
         # With the behavior policy as the old one nothing compares with the proximal policy.
         needed = ahead or (later and algorithm.old_policy == "proximal")
         return self.passes.logprobs(step) if needed else None
 
-    def _with_proximal(self, step: StepBatch, proximal_N: Tensor | None) -> StepBatch:
-        """What the step can only know with log-probabilities: minimum-variance baselines, and denominators without
-        rejected tokens."""
+    def _without_rejected(self, step: StepBatch, proximal_N: Tensor | None, *, later: bool) -> StepBatch:
+        """The step with denominators that leave out the tokens which its own weights reject, if that is asked for: those of
+        a later step are not those of the batch's start."""
         algorithm = self.config.algorithm
-        if proximal_N is None:
+        if algorithm.rejected_in_denominator or not algorithm.correction:
             return step
-        if algorithm.advantage == "min_variance":
-            step = self._with_min_variance(step, proximal_N)
-        if not algorithm.rejected_in_denominator and algorithm.correction:
-            tokens = torch.from_numpy(np.flatnonzero(step.trained_N))
-            corrected = self.passes.correction(step, tokens, proximal_N)
-            kept_N = torch.from_numpy(step.in_loss_N).clone()
-            for mask in corrected.rejected.values():
-                kept_N[tokens[mask]] = False
-            lengths_B = torch.bincount(step.response_N[kept_N], minlength=len(step.lengths_B))
-            weights_B = token_weights(
-                lengths_B, aggregation=algorithm.aggregation, budget=self.config.sampling.max_new_tokens
-            )
-            step = replace(step, token_weights_N=weights_B[step.response_N] * step.lag_factors_N)
-        return step
+        current_N = proximal_N if proximal_N is not None and not later else self.passes.logprobs(step)
+        tokens = torch.from_numpy(np.flatnonzero(step.trained_N))
+        anchor_N = current_N if proximal_N is None else proximal_N
+        corrected = self.passes.correction(step, tokens, anchor_N, current_N)
+        kept_N = torch.from_numpy(step.in_loss_N).clone()
+        for mask in corrected.rejected.values():
+            kept_N[tokens[mask]] = False
+        lengths_B = torch.bincount(step.response_N[kept_N], minlength=len(step.lengths_B))
+        weights_B = token_weights(
+            lengths_B, aggregation=algorithm.aggregation, budget=self.config.sampling.max_new_tokens
+        )
+        return replace(step, token_weights_N=weights_B[step.response_N] * step.lag_factors_N)
 
-    def _with_min_variance(self, step: StepBatch, proximal_N: Tensor) -> StepBatch:
+    def _with_min_variance(self, step: StepBatch, proximal_N: Tensor | None) -> StepBatch:
         """Advantages over the baseline that weighs rewards by squared importance weight times squared gradient norm."""
+        assert proximal_N is not None  # as `_proximal` makes it for this choice
         norms_B = self.passes.squared_gradient_norms(step)
         log_correction_N = (proximal_N - step.behavior_logprobs_N).nan_to_num(nan=0.0)  # not trained: norm 0
         num_responses = len(step.lengths_B)
@@ -183,6 +183,8 @@ class Trainer:
         """`stopped`: by the KL; `waits`: for the critic. Either leaves weights and moments as they are."""
         started = time.perf_counter()
         algorithm = self.config.algorithm
+        if algorithm.old_policy == "behavior":
+            proximal_N = None  # nothing compares with it: the weight is that of the current policy
         tally = Tally()
         self.model.zero_grad()
         if not (stopped or waits):

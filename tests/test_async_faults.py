@@ -460,6 +460,37 @@ def test_an_engine_that_was_replaced_serves_nothing_before_it_has_the_newest_wei
     assert all(version is not None and version >= first for _, _, version, _ in of_the_new)
 
 
+class Overtaken(VirtualCrew):
+    """The queue dies while a checkpoint is written, which so holds what the next queue has taken when it has hardly started."""
+
+    saved: Sequence[int] = ()
+
+    async def save_queue(self, file: Path) -> None:
+        if not self.saved:
+            self._strike("queue", 0)
+        while not self.saved:
+            await asyncio.sleep(0.1)
+            self.saved = await self._queue.held() if self.incarnation("queue", 0) == 2 else ()
+        await super().save_queue(file)
+
+
+def test_a_group_that_finishes_while_the_queue_is_replaced_stays_in_it(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    crew = Overtaken(settings, Scenario(length_median=150, engine_start_s=10, start_s=10))
+    assert timed(virtual_run(settings, crew))[1] is None
+    assert crew.saved
+    assert sorted(crew.trained) == list(range(8 * GROUPS_PER_STEP))
+
+
+def test_an_engine_that_dies_while_the_run_starts_is_started_again(tmp_path: Path) -> None:
+    settings = config(tmp_path, run__max_restarts=0)
+    death = Failure(time_s=6, event="generation", replica=1)
+    crew = VirtualCrew(settings, Scenario(length_median=40, engine_start_s=10, failures=(death,)))
+    assert timed(virtual_run(settings, crew))[1] is None
+    assert crew.incarnation("generation", 1) == 2
+    assert sorted(crew.trained) == list(range(8 * GROUPS_PER_STEP))
+
+
 # ---- resume ------------------------------------------------------------------------------------------------
 
 

@@ -447,3 +447,25 @@ def test_publishing_what_training_did_not_touch_is_refused(tiny_random: Path) ->
     _repaired(actor._trainer, before)  # as if the trained weights were other tensors than the published ones
     with pytest.raises(WeightUpdateFailed, match="version 1 holds the same bytes as the last one"):
         actor.publish(1)
+
+
+@pytest.mark.parametrize("rejected_in_denominator", [True, False])
+def test_with_the_behavior_policy_as_the_old_one_steps_of_a_batch_are_batches(
+    tiny_random: Path, rejected_in_denominator: bool
+):
+    """Weights, and so rejections and denominators, are those of the policy that each step starts from."""
+    algorithm = {
+        "old_policy": "behavior",
+        "correction": ["mis_token", "off_policy_mask"],
+        "rejected_in_denominator": rejected_in_denominator,
+    }
+    tables = [group_table(g, seed=5, rewards=REWARDS[0], longest=30) for g in range(6)]
+    one, two = (
+        Trainer(config(algorithm, steps_per_batch=steps, learning_rate=0.01), tiny_random) for steps in (1, 2)
+    )
+    apart = [*one.train(tables[:3], 0)[0], *one.train(tables[3:], 1)[0]]
+    together, _ = two.train(tables, 0)
+    assert 0 < apart[1].masked_fraction["mis_token"] < 1
+    for step, other in zip(apart, together, strict=True):
+        assert step.masked_fraction == other.masked_fraction
+        assert (step.loss, step.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-5)

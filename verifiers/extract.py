@@ -14,6 +14,13 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _SIDE_BY_SIDE = re.compile(
     r"(?:[\s,;.$/|*]|\\[,;:]|\\\(|\\\)|\\quad|\\text\s*\{\s*(?:or|and)\s*\}|\b(?:or|and)\b)*", re.IGNORECASE
 )
+_NO_PROSE = re.compile(
+    r"(?![\s$]*(?:[=→⇒⟹∴]|->|\\(?:implies|(?:long)?rightarrow|therefore|to)\b))"  # the end of a derivation
+    r"(?:\\(?:begin|end|[hv]space)\*?\s*\{[^{}]*\}|\\[A-Za-z]+|</?[A-Za-z]+\s*/?>|\d{1,2}[.)]|\b[A-Za-z]\b"
+    r"|\b(?:or|and|else|either|also|alternatively|otherwise|maybe|perhaps|possibly|versus|vs)\b|[\W_])*+",
+    re.IGNORECASE,
+)
+"""What may stand between boxes that are side by side: marks, markup, names, and words that join alternatives."""
 _PLACEHOLDER = re.compile(
     r"(?:\.\.\.|…|\?|\\[lc]?dots)|(?:(?:your|the|final) )*answer(?: here)?", re.IGNORECASE
 )
@@ -22,6 +29,8 @@ _ANSWER_IS = re.compile(r"\banswer[*_ \t]{0,4}(?:\bis\b|\bequals\b|[:=])", re.IG
 _TAKEN_BACK = re.compile(r"\b(?:wait|sorry|correction|hmm+)\b", re.IGNORECASE)
 _STATEMENT_END = re.compile(r"(?<=[^\s.])[.!?;](?:\s|$)|,\s(?:so|since|because|as|which|not)\b")
 _BOLD = re.compile(r"\*\*(?=[^\s*])([^*]+)\*\*")
+_GOES_ON = re.compile(r"[\s,;(]*(?:or|and)\b|\s*[,;/]\s*[\d$*(\\-]")
+"""Behind a statement of which more is to come."""
 _MATH = re.compile(r"\$([^$]+)\$|\\\(((?:[^\\]|\\[^()])+)\\\)")
 _MAX_CANDIDATES = 64
 _WORD = re.compile(r"[A-Za-z]{2,20}[.!]?")
@@ -91,19 +100,21 @@ def boxed(text: str) -> Found | None:
         return Found(None)
     if not found:
         return None
-    contents = _side_by_side(found, text)
+    contents = _side_by_side(found, text, _NO_PROSE)
     answer = ", ".join(contents)
     while (inner := _BOX.match(answer)) and closing_brace(answer, inner.end() - 1) == len(answer) - 1:
         answer = answer[inner.end() : -1].strip()
     return Found(answer or None, len(contents))
 
 
-def _side_by_side(spans: Sequence[tuple[int, int, str]], text: str) -> list[str]:
-    """The content of the last span, after the different ones of those that stand right before it."""
+def _side_by_side(
+    spans: Sequence[tuple[int, int, str]], text: str, between: re.Pattern[str] = _SIDE_BY_SIDE
+) -> list[str]:
+    """The content of the last span, after the different ones of those with nothing but `between` before it."""
     contents = [spans[-1][2]]
     spans = spans[-_MAX_CANDIDATES:]
     for (_, end, content), (start, _, _) in zip(spans[-2::-1], spans[:0:-1], strict=True):
-        if not _SIDE_BY_SIDE.fullmatch(text, end, start):
+        if not between.fullmatch(text, end, start):
             break
         if content and content not in contents and not _PLACEHOLDER.fullmatch(content):
             contents.insert(0, content)
@@ -166,7 +177,7 @@ def _tagged(text: str) -> Found | None:
         return Found(None)
     if not sections:
         return None
-    contents = _side_by_side(sections, text)
+    contents = _side_by_side(sections, text, _NO_PROSE)
     if len(contents) > 1:
         return Found(", ".join(contents), len(contents))
     stated = None if "\\text" in contents[0] else _explicit(contents[0])
@@ -208,7 +219,7 @@ def _statement(rest: str) -> str:
     """The answer at the start of what follows "the answer is"."""
     rest = rest.strip(" \t:")
     for pattern in (_BOLD, _MATH):
-        if (match := pattern.match(rest)) and not re.match(r"\s*(?:or|and|,)\b", rest[match.end() :]):
+        if (match := pattern.match(rest)) and not _GOES_ON.match(rest, match.end()):
             return next(filter(None, match.groups())).strip()
     return _STATEMENT_END.split(rest, maxsplit=1)[0].strip(" \t*_$")
 

@@ -38,7 +38,10 @@ _PERIOD = re.compile(r"(\d*?)(?:(\d)\2{2,}|(\d{2,})\3+)")
 _LAST = re.compile(
     rf"(?<![A-Za-z0-9_^.])(?<![_^]\{{)(?<![_^]\{{-)(?:{_FRACTION}|{_SLASH}(?![\d/])|{_DECIMAL}(?:{_EXPONENT})?)"
 )
-_BESIDE = re.compile(r"\s*(?:[,;+*/×·^±-]|,?\s*\b(?:or|and|to)\b)\s*\$?\s*")
+_BESIDE = re.compile(
+    r"\s*(?:[,;+*/×·^±-]|,?\s*\b(?:or|and|to)\b)\s*\$?\s*"
+    r"|\$?[\s,;(]*\bor\b\s*(?:(?:else|even|maybe|perhaps|possibly)\s+)?\$?\s*(?:(?P<name>[A-Za-z])\s*=\s*)?"
+)
 _BELONGS = re.compile(
     r"\$?(?:\s*\\?%|\s*°\w?|[A-Za-z]+\b|\s*[+*/^(√<>≤≥-]\s*[^\s.].*|\s*(?:\\?pi\b|π|\\sqrt).*|\s+(?:or|and|to)\b.*"
     rf"|\s+{MEASURE}(?![A-Za-z]))"
@@ -103,7 +106,7 @@ def last_numbers(text: str) -> str | None:
     if not found:
         return None
     first = len(found) - 1
-    while first > 0 and _BESIDE.fullmatch(text, found[first - 1].end(), found[first].start()):
+    while first > 0 and _is_beside(text, found[first - 1], found[first]):
         first -= 1
     start = found[first].start()
     sign = _sign_before(text, start)
@@ -113,6 +116,17 @@ def last_numbers(text: str) -> str | None:
     if more := _BELONGS.match(text, found[-1].end()):
         answer += more.group()
     return answer.rstrip(" .,;:!$*")
+
+
+def _is_beside(text: str, left: re.Match[str], right: re.Match[str]) -> bool:
+    """Whether two numbers are alternatives or parts of one thing: 41 or 42, x = 1 or x = 3, but not 2x = 6 or x = 3."""
+    between = _BESIDE.fullmatch(text, left.end(), right.start())
+    if between is None or (name := between["name"]) is None:
+        return between is not None
+    return (
+        re.search(rf"(?<![\w^/)]){name}\s*=\s*-?$", text[max(0, left.start() - 100) : left.start()])
+        is not None
+    )
 
 
 def negated(before: str) -> bool:
