@@ -197,7 +197,7 @@ def test_huge_computations_of_a_generated_task_end_in_time() -> None:
 
     context = {"task": "countdown", "size": 2, "seed": 0, "params": {}, "index": 0}
     gold = reasoning_gym.create_dataset("countdown", size=2, seed=0)[0]["answer"]
-    with VerifierPool(1, 1.0, 256) as pool:
+    with VerifierPool(1, 5.0, 256) as pool:
         huge, right = pool.score(
             [
                 Item("reasoning_gym", gold, "<answer>9**9**9**9</answer>", context),
