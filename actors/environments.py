@@ -7,10 +7,12 @@ with is played again up to there. What a policy wrote is never to be run outside
 
 from __future__ import annotations
 
+import cmath
 import functools
 import inspect
 import itertools
 import json
+import math
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -169,11 +171,13 @@ def calculator(expression: str) -> str:
     """Value of an arithmetic expression such as (3 + 4) * 2 / 7."""
     try:
         value = values.evaluate(expressions.read(expression.strip()), {})
-    except (expressions.NotRead, expressions.TooLarge, values.Undefined, KeyError):
+        if isinstance(value, Fraction):
+            return str(value) if value.denominator < 1000 else f"{float(value):.12g}"
+        shown = f"{complex(value):.12g}" if complex(value).imag else f"{float(value):.12g}"
+    # The last two: more digits than Python writes, or more than a float can hold.
+    except (expressions.NotRead, expressions.TooLarge, values.Undefined, KeyError, ValueError, OverflowError):
         return "error: not an expression with a value"
-    if isinstance(value, Fraction):
-        return str(value) if value.denominator < 1000 or value.denominator == 1 else f"{float(value):.12g}"
-    return f"{complex(value):.12g}" if complex(value).imag else f"{float(value):.12g}"
+    return shown if cmath.isfinite(complex(value)) else "error: too large"
 
 
 SHOWN_CHARACTERS = 500
@@ -259,9 +263,9 @@ class GuessingGame:
             return 0.0
         possible = self._high - self._low + 1
         if guess < self._number:
-            self._low = max(self._low, int(guess) + 1)
+            self._low = max(self._low, math.floor(guess) + 1)
         else:
-            self._high = min(self._high, -int(-guess) - 1)
+            self._high = min(self._high, math.ceil(guess) - 1)
         return 1 - (self._high - self._low + 1) / possible
 
 

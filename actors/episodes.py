@@ -145,7 +145,7 @@ class Episode:
         try:
             now = await call(environment.step, said, deadline_s=self.settings.deadline_s)
             known = {now.agent} if isinstance(now, Observation) else now.verdicts.keys()
-            if known <= set(environment.agents) and math.isfinite(now.reward or 0.0):
+            if known <= set(environment.agents) and math.isfinite(now.reward or 0.0) and _is_usable(now):
                 return now
             reason = "environment_error"
         except TimeoutError:
@@ -181,6 +181,17 @@ class Episode:
                     return own[0]
         own[-1].finish_reason, own[-1].truncated = "length", True
         return None
+
+
+def _is_usable(now: Observation | Outcome) -> bool:
+    """Whether a table can hold these verdicts, and a tokenizer read this text."""
+    if isinstance(now, Outcome):
+        return all(
+            isinstance(each, Verdict) and (each.score is None or 0 <= each.score <= 1)
+            for each in now.verdicts.values()
+        )
+    texts = [now.content] if isinstance(now.content, str) else [message["content"] for message in now.content]
+    return not any("\ud800" <= character <= "\udfff" for text in texts for character in text)
 
 
 async def call(function: Callable[..., T], *args: Any, deadline_s: float) -> T:

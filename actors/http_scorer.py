@@ -329,6 +329,8 @@ def _read(entry: Any) -> Verdict | None:
         return None
     if not isinstance(parts, dict) or len(parts) > MAX_PARTS or not all(map(_is_number, parts.values())):
         return None
+    if not all(map(_is_unicode, parts)):
+        return None
     score = float(score)
     if reason is None or not _LABEL.fullmatch(reason):  # reasons are few: they are counted one by one
         reason = "correct" if score == 1 else "wrong" if score == 0 else "partial"
@@ -342,6 +344,11 @@ def _read(entry: Any) -> Verdict | None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e30
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can spell half of a surrogate pair, which no table can hold."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _unscored(reason: Failure) -> Verdict:

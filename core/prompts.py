@@ -217,8 +217,9 @@ def _reasoning_gym(
             f"reasoning-gym has no task {task!r}; nearest: {', '.join(near) or 'none'} (data.source)"
         )
     try:
-        dataset = reasoning_gym.create_dataset(task, size=num_prompts, seed=seed, **params)
-    except (AssertionError, AttributeError, TypeError, ValueError) as error:
+        # Parameters that its checks let through may fail where the tasks are made.
+        entries = list(reasoning_gym.create_dataset(task, size=num_prompts, seed=seed, **params))
+    except (AssertionError, AttributeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise DataError(f"reasoning-gym task {task!r} refuses {params}: {error} (data.params)") from error
     return tuple(
         Prompt(
@@ -230,5 +231,5 @@ def _reasoning_gym(
             context=options
             | {"task": task, "size": num_prompts, "seed": seed, "params": params, "index": number},
         )
-        for number, entry in enumerate(dataset)
+        for number, entry in enumerate(entries)
     )

@@ -68,6 +68,8 @@ class Counter:
                 return Observation(agent="nobody", content="")
             case "none":
                 return None
+            case "half":
+                return Observation(content="\\ud800")
         if self.heard < self.until:
             return Observation(content=f"<{self.heard}>", reward=self.heard / 10)
         verdicts = {} if self.judge is None else {"policy": Verdict(score=self.judge, reason="judged", parts=(("x", 0.5),))}
@@ -376,6 +378,8 @@ async def test_verdicts_of_environments_stand_and_others_are_of_the_last_words(c
         await row(1, Script("5", "6"), until=2),
         await row(2, Script("6"), until=1, judge=1.0),
         await row(3, Script("raise")),
+        await row(4, Script("half")),
+        *[await row(5, Script("6"), until=1, judge=score) for score in (2.0, float("nan"), "1")],
     ]
     worker = VerifierWorker(Verifiers(processes=1, timeout_s=5.0, memory_mib=512))
     try:
@@ -384,10 +388,10 @@ async def test_verdicts_of_environments_stand_and_others_are_of_the_last_words(c
     finally:
         worker.close()
     assert [(row["reward"], row["verdict_reason"]) for row in scored] == [
-        (1.0, "correct"), (0.0, "wrong"), (1.0, "judged"), (None, "environment_error"),
+        (1.0, "correct"), (0.0, "wrong"), (1.0, "judged"), *[(None, "environment_error")] * 5,
     ]  # fmt: skip
-    assert [len(row["reward_parts"]) for row in scored] == [3, 2, 2, 0]
-    assert updates["headway_verifier_errors_total", "environment_error"] == 1
+    assert [len(row["reward_parts"]) for row in scored] == [3, 2, 2, *[0] * 5]
+    assert updates["headway_verifier_errors_total", "environment_error"] == 5
 
 
 # ---- the environments --------------------------------------------------------------------------------------
@@ -444,6 +448,9 @@ def test_tools_are_described_called_and_bounded() -> None:
         ("sqrt(2)", "1.41421356237"),
         ("2^10 - 1", "1023"),
         ("9^9^9^9", "error: not an expression with a value"),
+        ("5000!", "error: not an expression with a value"),
+        ("10^400/1001", "error: not an expression with a value"),
+        ("exp(1000)", "error: too large"),
         ("1/0", "error: not an expression with a value"),
         ("__import__('os')", "error: not an expression with a value"),
         ("x + 1", "error: not an expression with a value"),
@@ -471,6 +478,8 @@ def test_the_guessing_game_pays_for_few_guesses() -> None:
         assert isinstance(now, Outcome) and now.verdicts["policy"].score == pytest.approx(score)
     game.reset(prompt)
     assert [game.step(said).reward for said in ("99", "0")] == [0.0, 0.0]  # rules nothing out
+    game.reset(prompt)  # between two numbers: of 1..8 it leaves 1..6, then only 6
+    assert [game.step(said).reward for said in ("6.5", "5.5")] == [2 / 8, pytest.approx(5 / 6)]
     with pytest.raises(DataError, match="no whole number"):
         game.reset(Prompt(prompt_id="p", content="?", gold="9", verifier="numeric"))
 

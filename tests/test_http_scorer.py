@@ -319,6 +319,7 @@ def test_an_endless_reply_is_cut_off() -> None:
         '1, "parts": [0.5]',
         '1, "parts": {"style": NaN}',
         '1, "parts": {"style": "good"}',
+        r'1, "parts": {"\udfff": 1}',
     ],
 )
 def test_one_bad_verdict_does_not_touch_its_neighbour(entry: str) -> None:

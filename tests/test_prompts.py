@@ -156,5 +156,12 @@ def test_generated_tasks_repeat_by_seed_and_refuse_bad_parameters() -> None:
         load_prompts("reasoning_gym:chainsum", verifier="")
     with pytest.raises(DataError, match=r"refuses .*min_terms"):
         load_prompts("reasoning_gym:chain_sum", verifier="", params={"min_terms": 9, "max_terms": 2})
+    for task, params in (
+        ("chain_sum", {"min_terms": 2.5}),
+        ("spell_backward", {"min_word_len": 60, "max_word_len": 60}),
+        ("power_function", {"min_exponent": 500, "max_exponent": 600}),
+    ):  # only where the tasks are made
+        with pytest.raises(DataError, match=rf"task '{task}' refuses .*\(data.params\)"):
+            load_prompts(f"reasoning_gym:{task}", verifier="", num_prompts=5, params=params)
     with pytest.raises(DataError, match=r"expected .jsonl, .parquet, or reasoning_gym:TASK"):
         load_prompts(__file__, verifier="exact")
