@@ -43,7 +43,11 @@ class Evaluation:
 def evaluation_config(target: str, config_path: Path | None, overrides: list[str]) -> tuple[Config, str]:
     """The configuration and model folder for a run folder, or for a model with `--config`. Raises `ConfigError`."""
     run_config = Path(target) / "config.json"
-    if run_config.is_file() and "run" in json.loads(run_config.read_text(encoding="utf-8")):
+    try:
+        is_run = run_config.is_file() and "run" in json.loads(run_config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{run_config} is not JSON: {error}") from error
+    if is_run:
         config = load_config(config_path or run_config, overrides)
         return config, str(_newest_model(Path(target), load_config(run_config)))
     if config_path is None:

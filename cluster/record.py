@@ -109,3 +109,11 @@ def keep_steps(file: Path, version: int) -> None:
     draft = file.with_suffix(".partial")
     draft.write_text("".join(kept), encoding="utf-8")
     draft.replace(file)
+
+
+def keep_batches(folder: Path, version: int) -> None:
+    """Takes away the stored batches of the steps after this version. A run that ends before it has taken them again, or that
+    stores no rollouts any more, would have some that it was never trained on."""
+    for file in folder.glob("step-*.parquet"):
+        if int(file.stem.removeprefix("step-")) > version:
+            file.unlink()

@@ -4,6 +4,7 @@ role, with its counts, resources and node labels."""
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import math
 import re
@@ -44,6 +45,12 @@ GENERATED = ("reasoning_gym", *datasets.PACKAGED)
 LONGEST_NAME = 47
 """Of a RayJob; the operator appends to it."""
 LARGEST_CONFIG_MAP = 1_000_000
+LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+"""What Kubernetes takes for a namespace."""
+SUBDOMAIN = r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+"""And for the name of most other objects."""
+QUANTITY = r"(?=.*[1-9])(\d+\.?\d*|\.\d+)([kMGTPE]i?|[eE]\d+)?"
+DIGEST_DIGITS = 6
 GIB_PER_GPU = 64
 GIB_PER_CPU_MODEL = 8
 GIB_HEAD = 16
@@ -158,12 +165,27 @@ class KubeRay:
     def volume_claim(self) -> str:
         return self.claim or "headway-runs"
 
+    def check(self) -> None:
+        """Raises `ConfigError` for what no object may carry."""
+        for option, value, allowed, example in (
+            ("--image", self.image, r"[^\s]+", "registry/headway:1"),
+            ("--namespace", self.namespace, LABEL, "default"),
+            ("--claim", self.claim, SUBDOMAIN, "headway-runs"),
+            ("--storage", self.storage, QUANTITY, "200Gi"),
+            ("--storage-class", self.storage_class, SUBDOMAIN, "shared"),
+        ):
+            if value is not None and not re.fullmatch(allowed, value):
+                raise ConfigError(
+                    f"{option} {value!r} is nothing that Kubernetes takes; give one such as {example}"
+                )
+
 
 def kuberay(
     config: Config, target: KubeRay, rule_groups: list[Manifest] | None = None
 ) -> dict[str, list[Manifest]]:
     """Kubernetes objects by file name. `rule_groups`: of Prometheus rules. Raises `ConfigError`."""
     name = object_name(config)
+    target.check()
     if not config.metrics.port:
         raise ConfigError("metrics.port=0 takes any port, which nothing can scrape; set metrics.port=9400")
     if config.metrics.port in (RAY_METRICS_PORT, *HEAD_PORTS.values()):
@@ -186,8 +208,11 @@ def kuberay(
 
 
 def object_name(config: Config) -> str:
-    """Name of the run's objects in Kubernetes. Raises `ConfigError`."""
-    name = f"headway-{re.sub(r'[^a-z0-9]+', '-', config.run.name.lower()).strip('-')}"
+    """Name of the run's objects in Kubernetes, which no other run's are called. Raises `ConfigError`."""
+    own = re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-")
+    if own != config.run.name:  # my.run and My_run are two runs
+        own += f"-{hashlib.sha256(config.run.name.encode()).hexdigest()[:DIGEST_DIGITS]}"
+    name = f"headway-{own}"
     if len(name) > LONGEST_NAME:
         raise ConfigError(
             f"run.name={config.run.name} makes the name {name} of {len(name)} characters, KubeRay takes "

@@ -93,7 +93,7 @@ def score(config: Config, files: Sequence[tuple[int, Path]]) -> Iterator[Score]:
     state = RewardState.start(config.algorithm)
     per_step = config.learner.groups_per_step
     for start, path in files:
-        tables = group_tables(read_parquet(path))
+        tables = group_tables(_stored(path))
         proximal = [_proximal(table) for table in tables]
         groups = [unpack(table) for table in tables]
         for number, at in enumerate(range(0, len(groups), per_step)):
@@ -176,7 +176,7 @@ def train(config: Config, run_folder: Path, name: str, say: Callable[[dict[str, 
     with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
         for start, path in files:
             try:
-                stats, _ = trainer.train(group_tables(read_parquet(path)), start)
+                stats, _ = trainer.train(group_tables(_stored(path)), start)
             except LagOutOfBounds as error:
                 raise DataError(
                     f"{path.name} cannot be trained under lag.policy={config.lag.policy}: {error}"
@@ -189,6 +189,14 @@ def train(config: Config, run_folder: Path, name: str, say: Callable[[dict[str, 
     (folder / "learner").mkdir(exist_ok=True)
     trainer.save(folder / "learner")
     return folder
+
+
+def _stored(path: Path) -> pa.Table:
+    """A stored batch. Raises `DataError` for a file that is none, such as one that was copied in part."""
+    try:
+        return read_parquet(path)
+    except (SchemaError, pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def group_tables(table: pa.Table) -> list[pa.Table]:

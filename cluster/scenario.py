@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from headway.core.errors import ConfigError
 from headway.core.metrics import ROLES
@@ -96,6 +96,14 @@ class Scenario:
         for event in (*self.rates, *(failure.event for failure in self.failures)):
             if event not in EVENTS:
                 raise ConfigError(f"unknown event {event!r}; there are {', '.join(EVENTS)}")
+        # A virtual clock that is sent back, or to no time at all, never comes to the end of the run.
+        numbers = {name: value for name, value in asdict(self).items() if isinstance(value, float)}
+        rates = {f"rates.{event}": rate for event, rate in self.rates.items()}
+        for name, value in (numbers | rates).items():
+            is_time = name.endswith("_s") or name in rates
+            if not math.isfinite(value) or (is_time and value < 0):
+                least = " of at least 0" if is_time else ""
+                raise ConfigError(f"scenario.{name}={value:g}: give a finite number{least}")
 
     def is_straggler(self, prompt_id: str) -> bool:
         """Whether the answers to this prompt are long."""

@@ -32,7 +32,7 @@ from headway.cluster.groups import Groups
 from headway.cluster.part import Shared
 from headway.cluster.progress import Progress
 from headway.cluster.queue import Receipt
-from headway.cluster.record import keep_steps, observe_critic, observe_step
+from headway.cluster.record import keep_batches, keep_steps, observe_critic, observe_step
 from headway.cluster.scorers import Scorers
 from headway.cluster.state import Group
 from headway.cluster.status import RECENT_STEPS, snapshot
@@ -213,7 +213,7 @@ class Session:
             # There was a session, and it ended before its first checkpoint.
             nothing = Groups.nothing(self.config, self.longest_prompt)
             self.groups, _ = Groups.resume(*books, state=nothing, version=0, receipts=())
-            keep_steps(self.folder / "metrics.jsonl", 0)
+            self._keep_steps()
             return
         state = json.loads((newest / "state.json").read_text())
         self.version = await self._call(
@@ -231,11 +231,16 @@ class Session:
         await self._call(self.crew.release(unknown), "the queue", "queue")
         if not self.is_restart:
             self.totals.restore({**state["metrics"], "gauges": ()})  # those of another day
-        keep_steps(self.folder / "metrics.jsonl", self.version)
+        self._keep_steps()
         self.progress.say(
             f"resumed at version {self.version}: {len(self.groups.live)} groups in the queue, "
             f"{len(self.groups.reissue)} issued again"
         )
+
+    def _keep_steps(self) -> None:
+        """Of what the folder says, that up to this version."""
+        keep_steps(self.folder / "metrics.jsonl", self.version)
+        keep_batches(self.folder / "rollouts", self.version)
 
     def _at(self, version: int) -> None:
         """The learner has arrived there."""

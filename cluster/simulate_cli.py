@@ -147,6 +147,11 @@ def simulate(
     settings = load_config(config, changes)
     scenario = change(measure(run).scenario if run else Scenario(), speeds)
     with tempfile.TemporaryDirectory(prefix="headway-simulate-") as folder:
+        if keep is not None:
+            try:
+                keep.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"--keep {keep}: {error.strerror}") from error
         result = run_simulation(settings, scenario, keep or Path(folder))
     if as_json:
         print(json.dumps(asdict(result)))

@@ -344,7 +344,7 @@ def attach(address: str, name: str) -> tuple[Any, str, int]:
 
 
 def find(client: Any, name: str | None) -> Any:
-    """Ray's account of the job of this id, or of this run; None: of the only one that works on a run. Of several of a run
+    """Ray's account of the job of this id, else of this run; None: of the only one that works on a run. Of several of a run
     the newest. Raises `ClusterError`."""
     jobs = sorted(
         (job for job in client.list_jobs() if job.submission_id), key=lambda job: job.start_time or 0
@@ -355,9 +355,11 @@ def find(client: Any, name: str | None) -> Any:
             return working[0]
         names = ", ".join(job.submission_id for job in working) or "none"
         raise ClusterError(f"name a job; those that work on a run: {names}")
-    for job in reversed(jobs):
-        if name in (job.submission_id, run_of(job)):
-            return job
+    # The id first: a run may be called as another run's job is.
+    for called in (lambda job: job.submission_id, run_of):
+        for job in reversed(jobs):
+            if called(job) == name:
+                return job
     names = ", ".join(job.submission_id for job in jobs) or "none"
     raise ClusterError(f"this cluster has no job {name!r}; jobs: {names}")
 

@@ -385,6 +385,12 @@ def test_eval_of_a_run_that_answers_nothing_is_refused(
         evaluation_config(str(run_of(tmp_path, tree)), None, [])
 
 
+def test_eval_of_a_folder_that_was_copied_in_part_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"run": {"na', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config.json is not JSON"):
+        evaluation_config(str(tmp_path), None, [])
+
+
 # ---- rewards that are always the same ----------------------------------------------------------------------
 
 

@@ -191,6 +191,11 @@ def test_what_cannot_be_measured_is_refused(run_folder: Path, tmp_path: Path) ->
     (copy / "metrics.jsonl").write_text("".join(lines[:7]), encoding="utf-8")
     with pytest.raises(DataError, match="has 7 steps; at least 8 are needed"):
         measure(copy)
+    (copy / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    last = max((copy / "rollouts").glob("step-*.parquet"))
+    last.write_bytes(last.read_bytes()[:-9])
+    with pytest.raises(DataError, match=rf"{last.name} cannot be read"):
+        measure(copy)
 
 
 def test_fit_leaves_outliers_out_and_stays_positive() -> None:
@@ -363,6 +368,8 @@ def test_simulate_command(run_folder: Path, tmp_path: Path) -> None:
     text = call("simulate", file, "run.steps=20", failing, "--keep", tmp_path / "kept").stdout
     assert "{'generation': 1}" in text
     assert (tmp_path / "kept" / "run" / "metrics.jsonl").exists()
+    with pytest.raises(ConfigError, match=r"--keep .*: Not a directory"):
+        call("simulate", file, "run.steps=3", "--keep", file / "kept")
 
 
 def test_scenario_overrides() -> None:
@@ -377,5 +384,8 @@ def test_scenario_overrides() -> None:
         change(scenario, {"decode": 1})
     with pytest.raises(ConfigError, match=r"scenario.step_s='fast'"):
         change(scenario, {"step_s": "fast"})
+    for name, value in (("decode_s", -1.0), ("decode_s", float("nan")), ("rates", {"generation": -6.0})):
+        with pytest.raises(ConfigError, match=rf"scenario.{name}.*finite number of at least 0"):
+            change(scenario, {name: value})
     with pytest.raises(ConfigError, match="unknown event 'engine'"):
         change(scenario, {"rates": {"engine": 1}})

@@ -22,7 +22,7 @@ from packaging.specifiers import SpecifierSet
 from typer.testing import CliRunner
 
 from headway.cluster.deploy_cli import app
-from headway.cluster.render import KubeRay, groups, kuberay, rule_groups, to_yaml
+from headway.cluster.render import KubeRay, groups, kuberay, object_name, rule_groups, to_yaml
 from headway.cluster.render_hosts import SLURM_BODY, Size, hosts
 from headway.cluster.room import needs
 from headway.core.config import Config, load_config, parse_config
@@ -255,7 +255,7 @@ def test_the_shipped_configuration_is_the_runs_own_and_each_role_selects_its_pod
 
 def test_a_job_runs_once_and_goes_on_only_when_told() -> None:
     job = of_kind(kuberay(big(), TARGET), "RayJob")
-    assert job["metadata"]["name"] == job["spec"]["jobId"] == "headway-big-run-7"
+    assert job["metadata"]["name"] == job["spec"]["jobId"] == "headway-big-run-7-ae16b5"
     assert job["spec"]["backoffLimit"] == 0
     assert job["spec"]["entrypoint"] == "headway train /etc/headway/config.json"
     again = of_kind(kuberay(big(), KubeRay(image="i", namespace="rl", resume=True)), "RayJob")
@@ -364,6 +364,15 @@ def invoke(*arguments: str) -> str:
         ("kuberay {tiny} metrics.port=8265", ("metrics.port=8265", "Ray's own")),
         ("kuberay {tiny} learner.labels.a=b!", ("learner.labels", "b!")),
         ("kuberay {tiny} run.name=" + "x" * 60, ("run.name", "shorter")),
+        ("kuberay {tiny} --namespace Team_A", ("--namespace 'Team_A'", "default")),
+        ("kuberay {tiny} --namespace=", ("--namespace ''",)),
+        ("kuberay {tiny} --image=", ("--image ''", "registry/headway:1")),
+        ("kuberay {tiny} --claim Runs", ("--claim 'Runs'",)),
+        ("kuberay {tiny} --claim=", ("--claim ''",)),
+        ("kuberay {tiny} --storage lots", ("--storage 'lots'", "200Gi")),
+        ("kuberay {tiny} --storage 0", ("--storage '0'",)),
+        ("kuberay {tiny} --storage=-5Gi", ("--storage '-5Gi'",)),
+        ("kuberay {tiny} --storage-class Fast_Disk", ("--storage-class 'Fast_Disk'",)),
         ("kuberay {tiny} model.path=models/qwen", ("model.path=models/qwen", "/runs/models/qwen")),
         (
             "kuberay {tiny} algorithm.preset=distill reference.path=models/teacher",
@@ -399,6 +408,13 @@ def test_what_cannot_be_rendered_is_told_in_one_line(
     assert "\n" not in message
     for part in told:
         assert part.format(tiny=tiny) in message
+
+
+def test_two_runs_never_have_the_same_objects() -> None:
+    runs = ["my-run", "my.run", "my_run", "My-run", "my-run-", "my--run"]
+    names = [object_name(parse_config({"run": {"name": run}})) for run in runs]
+    assert names[0] == "headway-my-run"
+    assert len(set(names)) == len(runs)
 
 
 @pytest.mark.parametrize("target", ["kuberay", "slurm", "skypilot"])

@@ -132,6 +132,12 @@ def test_what_the_rollouts_cannot_serve_is_said(stored: tuple[Path, list[StepSta
         replay_config(folder, ["learner.groups_per_step=4"])
     with pytest.raises(DataError, match=r"holds no config.json"):
         replay_config(folder / "nowhere", [])
+    last = folder / "rollouts" / f"step-{STEPS:06d}.parquet"
+    whole = last.read_bytes()
+    last.write_bytes(whole[:-9])
+    with pytest.raises(DataError, match=rf"{last.name} cannot be read"):
+        list(score(settings(), batches(folder)))
+    last.write_bytes(whole)
     (folder / "rollouts" / "step-000001.parquet").unlink()
     with pytest.raises(DataError, match=r"first stored batch of .* starts at version 1"):
         train(settings(), folder, "late", lambda record: None)

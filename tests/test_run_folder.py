@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from headway.cluster.record import keep_batches
 from headway.cluster.run_folder import alone_in, check_same_inputs, check_same_run, prepare_folder
 from headway.core.config import Config, dump_config, parse_config
 from headway.core.errors import ConfigError
@@ -189,3 +190,13 @@ def test_overwriting_replaces_runs_and_nothing_else(tmp_path: Path) -> None:
     assert (folder / "deep").exists()
     assert prepare_folder(config, resume=False, overwrite=True) is None
     assert not any(folder.iterdir()) and (tmp_path / "elsewhere").exists()
+
+
+def test_batches_of_steps_that_are_taken_again_do_not_stay(tmp_path: Path) -> None:
+    keep_batches(tmp_path / "rollouts", 0)  # of a run that stores none
+    for version in (1, 509, 510, 511, 1_000_000):
+        (tmp_path / f"step-{version:06d}.parquet").touch()
+    keep_batches(tmp_path, 510)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        f"step-{version:06d}.parquet" for version in (1, 509, 510)
+    ]

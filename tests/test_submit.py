@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -733,6 +734,22 @@ def answers(ray_version: str, python_version: str, node_type: str) -> dict[str, 
         "nodes": {"result": {"result": [node]}, "summary": [HEAD]},
         "cluster_status": {"clusterStatus": {"autoscalerReport": report}},
     }
+
+
+def test_a_job_is_found_by_its_id_before_a_run_of_that_name() -> None:
+    job, other = (
+        SimpleNamespace(
+            submission_id=f"headway-{run}",
+            metadata={jobs.RUN: run},
+            start_time=start,
+            status=SimpleNamespace(is_terminal=lambda: False),
+        )
+        for start, run in enumerate(("one", "headway-one"))
+    )
+    client = SimpleNamespace(list_jobs=lambda: [job, other])
+    assert jobs.find(client, "headway-one") is job
+    assert jobs.find(client, "one") is job
+    assert jobs.find(client, "headway-headway-one") is other
 
 
 def test_other_versions_than_here_are_named() -> None:
