@@ -21,7 +21,7 @@ from headway.cluster.room import Need, needs
 from headway.core import datasets
 from headway.core.config import Config
 from headway.core.errors import ConfigError
-from headway.core.sections import Resources
+from headway.core.sections import MODELS, Resources
 
 Manifest = dict[str, Any]
 
@@ -372,13 +372,7 @@ def _shipped(config: Config, labels: dict[str, dict[str, str]]) -> Manifest:
     for role, own in labels.items():
         # Each role selects its own pods, or one would take what was made for another.
         tree[role]["labels"] = {**own, **tree[role]["labels"]}
-    for section, key in (
-        ("model", "path"),
-        ("judge", "model"),
-        ("reward_model", "path"),
-        ("reference", "path"),
-        ("critic", "path"),
-    ):
+    for section, key in MODELS:
         path = tree[section][key]
         if path and not Path(path).is_absolute() and ("/" in path or Path(path).exists()):
             raise ConfigError(

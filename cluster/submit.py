@@ -24,6 +24,7 @@ from headway.cluster import code
 from headway.core import datasets
 from headway.core.config import Config
 from headway.core.errors import ClusterError, ConfigError
+from headway.core.sections import MODELS
 
 LARGEST_SHIPPED_FILE = 50 << 20
 POLL_S = 1.0
@@ -82,13 +83,7 @@ def job_folder(config: Config, folder: Path) -> None:
                 f"{key}={own} is a file here and not on the cluster; give an absolute path that every node can read, or a "
                 "module that is installed there"
             )
-    for section, key in (
-        ("model", "path"),
-        ("judge", "model"),
-        ("reward_model", "path"),
-        ("reference", "path"),
-        ("critic", "path"),
-    ):
+    for section, key in MODELS:
         name = tree[section][key]
         if name is not None and Path(name).is_dir():  # models stay where they are, as the run's folder does
             tree[section][key] = str(Path(name).resolve())

@@ -123,6 +123,14 @@ Correction = Literal[
 WEIGHTS = ("is_token", "tis_token", "tis_sequence")
 """Corrections that multiply; the others reject."""
 
+MODELS = (
+    ("model", "path"),
+    ("judge", "model"),
+    ("reward_model", "path"),
+    ("reference", "path"),
+    ("critic", "path"),
+)
+"""Section and key of everything that names a model."""
 OUTCOME_GROUPS = (
     "group",
     "group_mean",
