@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
@@ -104,7 +103,6 @@ def join(address: str, run: str, **options: Any) -> None:
 def disconnect() -> None:
     """Leaves Ray; an instance that `connect` started ends with all its processes."""
     ray.shutdown()
-    gc.collect()  # ids repeat: an old handle, collected in the next Ray of this process, would end an actor there
 
 
 def _found() -> str:
