@@ -21,6 +21,7 @@ from headway.actors.samples import Sample, append_spans
 from headway.core import config
 from headway.core.errors import DataError, RolloutFailed
 from headway.core.prompts import Message, Prompt, harmless
+from headway.core.rollouts import can_hold
 from headway.verifiers.verdict import Verdict
 
 T = TypeVar("T")
@@ -191,7 +192,7 @@ def _is_usable(now: Observation | Outcome) -> bool:
             for each in now.verdicts.values()
         )
     texts = [now.content] if isinstance(now.content, str) else [message["content"] for message in now.content]
-    return not any("\ud800" <= character <= "\udfff" for text in texts for character in text)
+    return all(map(can_hold, texts))
 
 
 async def call(function: Callable[..., T], *args: Any, deadline_s: float) -> T:

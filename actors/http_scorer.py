@@ -29,6 +29,7 @@ import aiohttp
 
 from headway.core.errors import Closed, ConfigError, Starved
 from headway.core.metrics import Update
+from headway.core.rollouts import can_hold
 from headway.verifiers.verdict import Item, Verdict
 
 Failure = Literal["http_error", "http_timeout", "http_bad_reply", "http_circuit_open"]
@@ -329,7 +330,7 @@ def _read(entry: Any) -> Verdict | None:
         return None
     if not isinstance(parts, dict) or len(parts) > MAX_PARTS or not all(map(_is_number, parts.values())):
         return None
-    if not all(map(_is_unicode, parts)):
+    if not all(map(can_hold, parts)):
         return None
     score = float(score)
     if reason is None or not _LABEL.fullmatch(reason):  # reasons are few: they are counted one by one
@@ -344,11 +345,6 @@ def _read(entry: Any) -> Verdict | None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e30
-
-
-def _is_unicode(text: str) -> bool:
-    """JSON can spell half of a surrogate pair, which no table can hold."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _unscored(reason: Failure) -> Verdict:

@@ -23,12 +23,7 @@ STOP_DEADLINE_S = 30.0
 class Engines(Part):
     """Who serves what, and who is free. `on_left` is told the replica of an engine that has gone for good."""
 
-    def __init__(
-        self,
-        shared: Shared,
-        *,
-        on_left: Callable[[int], None],
-    ) -> None:
+    def __init__(self, shared: Shared, *, on_left: Callable[[int], None]) -> None:
         super().__init__(shared)
         self._on_left = on_left
         self.all: dict[int, Engine] = {}

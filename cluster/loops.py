@@ -29,6 +29,7 @@ from headway.actors.judge import JudgeActor
 from headway.actors.later_verdicts import leave
 from headway.cluster.offline import CALL_DEADLINE_S, MODEL, OfflineRun, prepare_rows
 from headway.cluster.preflight import model_len, tokenizer_of
+from headway.cluster.progress import say
 from headway.cluster.ray_crew import ROLES, RayCrew
 from headway.cluster.watch import Waits
 from headway.core.config import Config, dump_config
@@ -222,8 +223,7 @@ class LoopRun:
         )
 
     def say(self, text: str) -> None:
-        clock = f"[dim]{time.monotonic() - self.started:6.1f} s[/dim]"
-        self.console.print(f"{clock}  {escape(text)}", highlight=False)
+        say(self.console, self.started, text)
 
     def request_stop(self) -> None:
         """Ends the run after the optimizer step in progress, with a checkpoint. A round's samples that are not pairs yet

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headway.cluster.scenario import Scenario
+from headway.cluster.stored import reading
 from headway.core.config import load_config
-from headway.core.errors import DataError, SchemaError
+from headway.core.errors import DataError
 from headway.core.rollouts import check_schema, lengths
 from headway.learner import checkpoint
 
@@ -195,12 +195,10 @@ def _read_groups(run_folder: Path, records: Sequence[Mapping[str, Any]], fitted:
         path = run_folder / "rollouts" / f"step-{record['version']:06d}.parquet"
         if not path.exists():  # the batch goes on, or was not kept
             continue
-        try:
+        with reading(path):
             file = pq.ParquetFile(path)
             check_schema(file.schema_arrow)
             table = file.read(["group_id", "prompt_ids", "loss_mask", "timing", "version_spans"])
-        except (SchemaError, pa.ArrowInvalid, OSError) as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
         ids, first, of_row = np.unique(table["group_id"].to_numpy(), return_index=True, return_inverse=True)
         length = np.array(lengths(table, "loss_mask"))
         timing = table["timing"].to_pylist()

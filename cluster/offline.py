@@ -21,6 +21,7 @@ from headway.actors.chat import answer_end, encode
 from headway.actors.offline import HELD_OUT, TRAIN, OfflineActor, objective_of
 from headway.cluster.exporter import Exporter
 from headway.cluster.preflight import check_outputs, check_template, tokenizer_of, trained_positions
+from headway.cluster.progress import say
 from headway.cluster.ray_crew import ROLES, RayCrew
 from headway.cluster.record import keep_steps
 from headway.cluster.report import reported
@@ -176,8 +177,7 @@ class OfflineRun:
         )
 
     def say(self, text: str) -> None:
-        clock = f"[dim]{time.monotonic() - self.started:6.1f} s[/dim]"
-        self.console.print(f"{clock}  {escape(text)}", highlight=False)
+        say(self.console, self.started, text)
 
     def request_stop(self) -> None:
         """Ends the run after the optimizer step in progress, with a checkpoint."""

@@ -19,6 +19,13 @@ LITTLE_SIGNAL = 0.4
 """Below this share of groups with signal a run is warned about it."""
 
 
+def say(console: Console, started: float, text: str) -> None:
+    """Prints it with the seconds since `started` (monotonic). Never as markup: what a path or an actor's last words hold in
+    brackets may look like it."""
+    clock = f"[dim]{time.monotonic() - started:6.1f} s[/dim]"
+    console.print(f"{clock}  {escape(text)}", highlight=False)
+
+
 class Progress:
     """Prints to `console`. Use as a context manager around the run."""
 
@@ -66,9 +73,7 @@ class Progress:
         )
 
     def say(self, text: str) -> None:
-        """Never as markup: what a path or an actor's last words hold in brackets may look like it."""
-        clock = f"[dim]{time.monotonic() - self._started:6.1f} s[/dim]"
-        self._console.print(f"{clock}  {escape(text)}", highlight=False)
+        say(self._console, self._started, text)
 
     def endpoint(self, port: int, wanted: int) -> None:
         taken = f" (port {wanted} is taken)" if wanted not in (0, port) else ""

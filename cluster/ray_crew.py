@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import (
-    ActorAlreadyExistsError,
-)
+from ray.exceptions import ActorAlreadyExistsError
 
 from headway.actors.critic import CriticActor
 from headway.actors.generation import GenerationActor
@@ -37,13 +35,7 @@ from headway.cluster.queue import Receipt, RolloutQueue
 from headway.cluster.room import check_store, needs
 from headway.cluster.traces import traced
 from headway.core.config import Config
-from headway.core.errors import (
-    ActorDied,
-    ClusterError,
-    Lost,
-    RolloutFailed,
-    StoreFull,
-)
+from headway.core.errors import ActorDied, ClusterError, Lost, RolloutFailed, StoreFull
 from headway.core.metrics import SCORERS, Recorder, Update
 from headway.core.prompts import Prompt
 from headway.core.sections import Generation

@@ -14,6 +14,7 @@ import torch
 
 from headway.actors.policy import demonstrations_file
 from headway.cluster.record import step_record
+from headway.cluster.stored import reading
 from headway.core.config import Config, dump_config, load_config
 from headway.core.errors import ConfigError, DataError, SchemaError
 from headway.core.rollouts import read_parquet
@@ -192,11 +193,8 @@ def train(config: Config, run_folder: Path, name: str, say: Callable[[dict[str, 
 
 
 def _stored(path: Path) -> pa.Table:
-    """A stored batch. Raises `DataError` for a file that is none, such as one that was copied in part."""
-    try:
+    with reading(path):
         return read_parquet(path)
-    except (SchemaError, pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def group_tables(table: pa.Table) -> list[pa.Table]:

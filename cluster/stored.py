@@ -156,16 +156,23 @@ def batches(run_folder: Path, config: dict[str, Any]) -> list[Batch]:
     return found
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Around what reads a stored batch: raises `DataError` for a file that is none, such as one that was copied in part."""
+    try:
+        yield
+    except (SchemaError, pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
 def find(batch: Batch, wanted: Wanted) -> list[Rollout]:
     """The batch's rollouts that are wanted, in order. Raises `DataError` when it is no table of rollouts."""
     if batch.first_version + 1 > wanted.step.high or batch.first_version + batch.num_steps < wanted.step.low:
         return []
-    try:
+    with reading(batch.path):
         check_schema(pq.read_schema(batch.path))
         table = pq.read_table(batch.path, columns=_LIGHT, filters=_condition(wanted))
         positions = _positions(batch)
-    except (SchemaError, pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{batch.path} cannot be read: {error}") from error
     rollouts = (_rollout(batch, positions, row) for row in table.to_pylist())
     return [
         rollout
@@ -238,13 +245,10 @@ def read_columns(rollouts: Sequence[Rollout], columns: Iterable[str]) -> list[di
         ids.setdefault(rollout.path, []).append(rollout.rollout_id)
     rows: dict[tuple[Path, str], dict[str, Any]] = {}
     for path, wanted in ids.items():
-        try:
-            with pq.ParquetFile(path) as file:
-                for some in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=names, use_threads=False):
-                    for row in some.filter(pc.field("rollout_id").isin(wanted)).to_pylist():
-                        rows[path, row.pop("rollout_id")] = row
-        except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
+        with reading(path), pq.ParquetFile(path) as file:
+            for some in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=names, use_threads=False):
+                for row in some.filter(pc.field("rollout_id").isin(wanted)).to_pylist():
+                    rows[path, row.pop("rollout_id")] = row
     return [rows[rollout.path, rollout.rollout_id] for rollout in rollouts]
 
 

@@ -175,6 +175,11 @@ def write_parquet(table: pa.Table, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def can_hold(text: str) -> bool:
+    """Whether a table can hold it: not with half of a surrogate pair, which Python and JSON can spell."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def read_parquet(path: Path) -> pa.Table:
     """Reads a saved batch. Raises `SchemaError` when it is of another schema."""
     table = pq.read_table(path)
