@@ -7,7 +7,7 @@ TRL wants another transformers version, so it lives in an environment of its own
     make demo
     /tmp/trl/bin/python bench/trl_step.py MODEL_FOLDER runs/demo
 
-Same model, prompts, group size, token budget, learning rate and sampling; each system uses both cores as it likes.
+Same model, prompts, arithmetic, group size, token budget, learning rate and sampling; each system uses both cores as it likes.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def main() -> None:
     data = Dataset.from_list(
         [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in rows]
     )
+    dtype = json.loads((run / "config.json").read_text())["model"]["dtype"]
     config = GRPOConfig(
         output_dir="/tmp/trl-out",
         per_device_train_batch_size=64,
@@ -60,7 +61,7 @@ def main() -> None:
         learning_rate=3e-5,
         lr_scheduler_type="constant",
         beta=0.0,
-        bf16=True,
+        bf16=dtype == "bfloat16",
         use_cpu=True,
         max_steps=STEPS,
         logging_steps=1,

@@ -9,7 +9,6 @@ from pathlib import Path
 from headway.cluster import doctor_cluster, doctor_files
 from headway.cluster.doctor_facts import Facts, Row, Unknown, faults_of
 from headway.core.config import load_config
-from headway.core.consistency import warnings
 from headway.core.errors import ConfigError, HeadwayError
 
 
@@ -24,8 +23,10 @@ def examine(path: Path, overrides: Sequence[str] = ()) -> Iterator[Row]:
     yield Row(
         check="configuration", state="ok", value=f"{path}: run {config.run.name!r}, {config.run.steps} steps"
     )
-    for warning in warnings(config):
-        yield Row(check="configuration", state="warning", value=warning)
+    from headway.cluster.preflight import cautions
+
+    for caution in cautions(config):
+        yield Row(check="configuration", state="warning", value=caution)
     facts = Facts(config)
     try:
         for name, check in CHECKS:

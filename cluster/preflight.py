@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import platform
 import shutil
 import socket
 from collections.abc import Callable
@@ -69,8 +70,8 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
     """
     check_outputs(config)
     endpoint_fault(config)
-    for warning in warnings(config):
-        say(f"warning: {warning}")
+    for caution in cautions(config):
+        say(f"warning: {caution}")
     check_golds(config, prompts)
     kinds = kinds_of(*prompts)
     check_remote(config, kinds, say)
@@ -100,6 +101,26 @@ def preflight(config: Config, prompts: tuple[Prompt, ...], say: Callable[[str], 
     config = config.model_copy(update={"generation": generation})
     check_disk(config, folder)
     return Checked(config=config, model_folder=folder, longest_prompt=longest)
+
+
+def cautions(config: Config) -> list[str]:
+    """What is allowed and hardly meant, of the configuration by itself and on the CPU of this machine."""
+    found = warnings(config)
+    if config.model.dtype == "bfloat16" and not config.learner.gpus and not _multiplies_bfloat16():
+        found.append(
+            "model.dtype=bfloat16 on a CPU without instructions for it (AVX512 or AMX), which takes the learner about "
+            "eight times as long as model.dtype=float32"
+        )
+    return found
+
+
+def _multiplies_bfloat16() -> bool:
+    import torch
+
+    return platform.machine() != "x86_64" or torch.backends.cpu.get_cpu_capability() not in (
+        "DEFAULT",
+        "AVX2",
+    )
 
 
 def endpoint_fault(config: Config) -> OSError | None:
@@ -208,7 +229,7 @@ def check_remote(config: Config, kinds: frozenset[str], say: Callable[[str], Non
 def made_model(name: str, say: Callable[[str], None]) -> Path:
     """The model's folder, made first if headway makes it itself. Raises `DataError`."""
     if is_to_be_made(name):
-        say(f"making model {name}, once (about a minute)")
+        say(f"making model {name}, once (a minute or two)")
     return model_folder(name)
 
 

@@ -16,6 +16,7 @@ from headway.cluster import loops
 from headway.cluster.joining import connect, disconnect
 from headway.cluster.offline import OfflineRun, prepare_rows
 from headway.cluster.preflight import (
+    cautions,
     check_outputs,
     encode_demonstrations,
     known_to_judge,
@@ -31,7 +32,6 @@ from headway.cluster.room import check_resources
 from headway.cluster.run import Run
 from headway.cluster.run_folder import check_same_inputs
 from headway.core.config import Config, dump_config
-from headway.core.consistency import warnings
 from headway.core.prompts import PromptStream
 from headway.core.prompts import fingerprint as fingerprint_of_prompts
 from headway.learner.checkpoint import passed_over
@@ -91,8 +91,8 @@ def train_policy(config: Config, console: Console, *, checkpoint: Path | None, r
 def train_offline(config: Config, console: Console, *, checkpoint: Path | None, resume: bool) -> int | None:
     """A run of any other stage. Returns as `train_policy`."""
     run = OfflineRun(config=config, model_folder="", console=console, resume_from=checkpoint)
-    for warning in warnings(config):
-        run.say(f"warning: {warning}")
+    for caution in cautions(config):
+        run.say(f"warning: {caution}")
     run.say("checking model and data")
     folder = made_model(config.model.path, run.say)
     run.model_folder = str(folder)
@@ -123,8 +123,8 @@ def train_loop(config: Config, console: Console, *, checkpoint: Path | None, res
         "model.path": fingerprint_of_model(folder),
         "data.source": fingerprint_of_prompts(prompts),
     }
-    for warning in warnings(config):
-        run.say(f"warning: {warning}")
+    for caution in cautions(config):
+        run.say(f"warning: {caution}")
     _settle(config, inputs, resume=resume, say=run.say)
     run.header()
     connect(config.model_copy(update={"stage": "rl"}))  # room for the engine, which comes before the learner

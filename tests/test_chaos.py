@@ -372,7 +372,7 @@ def test_a_killed_driver_goes_on_as_if_nothing_had_happened(lag: int, tmp_path: 
         [sys.executable, __file__, str(tmp_path), str(lag)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr

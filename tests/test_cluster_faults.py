@@ -123,7 +123,7 @@ def test_more_than_there_is_is_refused_in_seconds(cluster: Cluster) -> None:
         ClusterError, match=r"needs 3 x \(0.1 CPU \+ 1 GPU\), only 2 fit: the cluster has 2 GPU"
     ):
         check_resources(configuration(generation={"gpus": 1, "replicas": 3}))
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20
 
 
 async def test_a_place_that_does_not_come_is_waited_for_in_vain_with_a_list_of_what_is_free(
@@ -136,7 +136,7 @@ async def test_a_place_that_does_not_come_is_waited_for_in_vain_with_a_list_of_w
     began = time.monotonic()
     with pytest.raises(ClusterError) as failure:
         await places(configuration("late", **sections), tmp_path)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
     said = re.fullmatch(
         r"group 'generation-\d' got no place in 2 s \(cluster.placement_deadline_s\): it asks for "
         r"\[{'CPU': 0.5, 'GPU': 0.6}\], each on one node, a part of a GPU from one GPU; free are (.*) by node",

@@ -499,7 +499,7 @@ def harnesses() -> set[int]:
     return found
 
 
-def eventually(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end

@@ -25,7 +25,7 @@ CLIENT = """
 import sys
 from headway.cluster import control
 from headway.core.errors import HeadwayError
-control.ANSWER_DEADLINE_S = 1.0
+control.ANSWER_DEADLINE_S = float(sys.argv[4])
 target, address = (argument or None for argument in sys.argv[1:3])
 try:
     print("answer", control.scale(target, address, "generation", int(sys.argv[3])))
@@ -56,7 +56,7 @@ async def test_the_driver_is_woken_by_a_request() -> None:
     taking = asyncio.ensure_future(mailbox.take(60))
     await asyncio.sleep(0)
     ticket = await mailbox.ask("scale", 1)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(20):
         assert await taking == [(ticket, "scale", 1)]
 
 
@@ -106,9 +106,11 @@ def mailbox_of(run: str, folder: Path) -> Any:
     return Placement(parse_config({"run": {"name": run}}), folder).spawn(Mailbox, CONTROL, 0, 100, ())
 
 
-async def client(target: str, address: str, replicas: int = 3, **environment: str) -> str:
+async def client(
+    target: str, address: str, replicas: int = 3, deadline_s: float = 60, **environment: str
+) -> str:
     """What a person sees."""
-    return await python(CLIENT, target, address, str(replicas), **environment)
+    return await python(CLIENT, target, address, str(replicas), str(deadline_s), **environment)
 
 
 async def python(code: str, *arguments: str, **environment: str) -> str:
@@ -119,7 +121,7 @@ async def python(code: str, *arguments: str, **environment: str) -> str:
         stderr=subprocess.STDOUT,
         env={key: value for key, value in os.environ.items() if key != "RAY_AUTH_MODE"} | environment,
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         out, _ = await process.communicate()
     return out.decode().strip()
 
@@ -170,7 +172,7 @@ async def test_people_reach_the_run_that_they_mean(address: str, tmp_path: Path)
     ]
     # A driver that hangs, and one that ends.
     hanging, ending = (
-        asyncio.ensure_future(client("first", address)),
+        asyncio.ensure_future(client("first", address, deadline_s=1)),
         asyncio.ensure_future(client("second", address)),
     )
     await second.take.remote(30)

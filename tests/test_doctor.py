@@ -347,7 +347,7 @@ def doctor(cluster: str, *overrides: str, token: str = TOKEN) -> tuple[int, dict
         env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
     )
     rows: dict[str, list[Row]] = {}
     for line in done.stdout.splitlines():

@@ -211,7 +211,7 @@ async def test_an_environment_that_fails_leaves_its_episode_unscored(
 ) -> None:
     began = time.monotonic()
     (row,) = await play(Script("one", said), counter, deadline_s=0.3)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 2.5
     assert (row["reward"], row["verdict_reason"]) == (None, f"environment_{reason}")
     assert sum(row["loss_mask"]) == len("one$") + len(said) + 1
 

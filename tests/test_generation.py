@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,10 +170,12 @@ async def test_the_same_group_issued_again_gives_the_same_responses(engine: Gene
     assert first["response_ids"] != other["response_ids"]
 
 
-async def test_a_request_in_flight_carries_both_versions(engine: GenerationActor, learner: Learner) -> None:
+async def test_a_request_in_flight_carries_both_versions(
+    engine: GenerationActor, learner: Learner, under_way: Callable[[GenerationActor], Awaitable[None]]
+) -> None:
     before = learner.version
     running = asyncio.gather(*(engine.generate(request(500 + i, max_new_tokens=200)) for i in range(8)))
-    await asyncio.sleep(0.15)
+    await under_way(engine)
     learner.step()
     manifest, buckets = learner.publish()
     await engine.update_weights(manifest, *buckets)

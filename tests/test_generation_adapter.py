@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -153,11 +153,11 @@ async def test_after_each_update_the_engine_serves_the_merged_weights_and_the_ne
 
 
 async def test_a_request_in_flight_goes_on_under_the_new_adapter(
-    engine: GenerationActor, learner: Learner
+    engine: GenerationActor, learner: Learner, under_way: Callable[[GenerationActor], Awaitable[None]]
 ) -> None:
     before = learner.version
     running = asyncio.gather(*(engine.generate(request(200 + i, max_new_tokens=200)) for i in range(8)))
-    await asyncio.sleep(0.15)
+    await under_way(engine)
     manifest, buckets = learner.publish(learner.adapter(seed=3))
     await engine.update_weights(manifest, *buckets)
     spans = [spans for table in await running for spans in table["version_spans"].to_pylist()]

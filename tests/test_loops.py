@@ -198,7 +198,7 @@ def answer_logprobs(model: Path, pairs: list[preferences.Pair]) -> np.ndarray:
     return np.array([[logprob(str(p.prompt), answer) for answer in (p.chosen, p.rejected)] for p in pairs])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_round_of_spin_moves_the_model_towards_the_demonstrations(
     root: Path, tmp_path: Path, tiny_adder: Path
 ) -> None:
@@ -217,7 +217,7 @@ def test_a_round_of_spin_moves_the_model_towards_the_demonstrations(
             cwd=root,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=500,
             env={key: value for key, value in os.environ.items() if key != "RAY_AUTH_MODE"},
         )
         assert ended.returncode == 0, ended.stdout + ended.stderr

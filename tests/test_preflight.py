@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from headway.actors.policy import demonstrations_file
-from headway.cluster.preflight import encode_demonstrations, known_to_judge, preflight, versions_of
+from headway.cluster.preflight import cautions, encode_demonstrations, known_to_judge, preflight, versions_of
 from headway.core.config import parse_config
 from headway.core.errors import ConfigError
 from headway.core.prompts import Prompt
@@ -63,3 +66,22 @@ def test_a_scorer_that_rows_need_must_be_named(tmp_path: Path, verifier: str, ke
         ConfigError, match=f"verifier '{verifier}' scores rows of .*, but {key} is null; set it"
     ):
         preflight(config, prompts, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "tree", "told"),
+    [
+        ("AVX2", {}, True),
+        ("AVX512", {}, False),
+        ("AVX2", {"learner": {"gpus": 1}}, False),
+        ("AVX2", {"model": {"dtype": "float32"}}, False),
+        ("AVX2", {"stage": "sft"}, True),
+    ],
+)
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, capability: str, tree: dict[str, Any], told: bool
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    said = [line for line in cautions(parse_config(tree)) if line.startswith("model.dtype=bfloat16 on a CPU")]
+    assert len(said) == told

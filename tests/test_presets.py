@@ -26,7 +26,7 @@ from headway.learner.trainer import Trainer
 GROUPS, RESPONSES = 6, 8
 AGENTS = {"solver": "{prompt}", "checker": "{solver}\n{prompt}"}
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def config(preset: str, **learner: Any) -> Config:

@@ -159,7 +159,7 @@ def test_the_command_scores_trains_and_explains(root: Path, stored: tuple[Path, 
 
     def replay(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-P", "-m", "headway.cluster.cli", "replay", str(folder), *arguments]
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
 
     done = replay("--score", "--json", "--algorithm.correction=veto")
     assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ from headway.core import rollouts
 from headway.learner.reward_model import Calibration, RewardModel
 from headway.learner.tiny_adder import PHRASES
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 STEPS, GROUPS, GROUP_SIZE = 3, 4, 4
 BETA, GAMMA, LAMBDA = 0.05, 1.0, 0.95
@@ -63,7 +63,7 @@ def finished(root: Path, reward_model: Path, tmp_path_factory: pytest.TempPathFa
         *(f"critic.value_clip={VALUE_CLIP}", f"critic.learning_rate={CRITIC_LEARNING_RATE}"),
         *(f"learner.learning_rate={LEARNING_RATE}", "run.save_rollouts=true", "metrics.port=0"),
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "ppo"
 

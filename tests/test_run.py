@@ -34,7 +34,7 @@ from headway.core.sections import Verifiers
 from headway.learner.model import PolicyModel
 from headway.learner.publish import export, layout_of
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 SMALL = [
     "learner.groups_per_step=4",
@@ -55,7 +55,7 @@ def train(root: Path, folder: Path, *overrides: str) -> list[str]:
     return headway("train", "configs/tiny.yaml", *SMALL, f"run.folder={folder}", *overrides)
 
 
-def run(command: list[str], root: Path, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], root: Path, timeout_s: float = 500) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=timeout_s)
 
 
@@ -64,7 +64,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def wait_for(
-    condition: Callable[[], Any], process: subprocess.Popen[str], what: str, timeout_s: float = 180
+    condition: Callable[[], Any], process: subprocess.Popen[str], what: str, timeout_s: float = 300
 ) -> Any:
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
@@ -209,7 +209,7 @@ def test_metrics_of_a_running_job_then_interrupt_and_resume(
             text, 'headway_version_lag_steps_count{phase="total"}'
         )
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == 130, output
@@ -321,12 +321,16 @@ def test_everything_is_killed_once_and_every_prompt_is_trained_once(
         kill(folder / "logs" / "metrics.log", "Exporter")
         wait_for(lambda: says("queue 0 is replaced") and says("metrics 0 is replaced"), process, "the news")
         more_steps(2)
-        time.sleep(2)  # two heartbeats
+        restarts = [
+            f'headway_actor_restarts_total{{role="{role}"}}'
+            for role in ("generation", "verifiers", "queue", "metrics")
+        ]
+        wait_for(  # a heartbeat or two
+            lambda: all(sample(scrape(folder), each) == 1 for each in restarts), process, "the restarts"
+        )
         after = scrape(folder)
         for counter in ("headway_generation_tokens_total", 'headway_groups_total{state="trained"}'):
             assert sample(after, counter) >= sample(before, counter) > 0
-        for role in ("generation", "verifiers", "queue", "metrics"):
-            assert sample(after, f'headway_actor_restarts_total{{role="{role}"}}') == 1, role
 
         answer = run(headway("scale", "generation=3", "--run", folder, "--json"), root, 90)
         assert json.loads(answer.stdout or "{}").get("target") == 3, answer.stdout + answer.stderr
@@ -364,8 +368,10 @@ def test_everything_is_killed_once_and_every_prompt_is_trained_once(
     # The queue may die with a batch that was trained, before it is written.
     lost = set(re.findall(r"(step-\d+\.parquet) is not kept: queue 0 died", log.read_text()))
     assert stored | lost == {f"step-{step:06d}.parquet" for step in range(1, stopped + 5)} and len(lost) <= 1
-    time.sleep(1)
-    assert [p for entry in (folder / "logs").iterdir() for p in processes_of(entry)] == []
+    end = time.monotonic() + 30
+    while left := [p for entry in (folder / "logs").iterdir() for p in processes_of(entry)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.2)
     run_hash = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=4).hexdigest()
     assert not list(Path("/dev/shm").glob(f"headway-tiny-{run_hash}-*"))
 

@@ -63,7 +63,7 @@ def harnesses() -> set[int]:
     return found
 
 
-def eventually(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end
@@ -168,7 +168,7 @@ def test_limits(program: str, limits: dict[str, float], end: str) -> None:
     result = run(program, **limits, output_bytes=100_000)  # type: ignore[arg-type]
     assert result.ended == end
     assert max(len(result.stdout), len(result.stderr), len(result.channel)) <= 100_000
-    assert time.perf_counter() - started < limits.get("wall_s", 4.0) + 1.0
+    assert time.perf_counter() - started < limits.get("wall_s", 4.0) + 10.0
 
 
 @pytest.mark.usefixtures("way")
@@ -325,8 +325,8 @@ sandbox.run("import time\\nopen('file', 'w')\\nwhile True: time.sleep(1)", wall_
         eventually(lambda: len(harnesses() - before) >= (3 if way == "bubblewrap" else 2))
         time.sleep(0.2)
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait(5)
-        eventually(lambda: harnesses() <= before, 3.0)
+        process.wait(30)
+        eventually(lambda: harnesses() <= before)
         eventually(lambda: list((tmp_path / "folders").iterdir()) == [])
 
 

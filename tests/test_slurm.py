@@ -21,7 +21,7 @@ from headway.cluster.render_hosts import Size, Slurm, slurm
 from headway.core.config import load_config
 from headway.learner.checkpoint import newest_complete
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 CONF = """\
 ClusterName=headway
@@ -94,11 +94,14 @@ def cluster() -> Iterator[dict[str, str]]:
         daemons += [["slurmd", "-D", "-N", node] for node in ("n1", "n2")]
         started: list[subprocess.Popen[bytes]] = []
         try:
+            end = time.monotonic() + 60
             with (folder / "daemons.log").open("wb") as log:
                 for daemon in daemons:
                     started.append(subprocess.Popen(daemon, env=env, stdout=log, stderr=log))
                     time.sleep(0.5)
-            end = time.monotonic() + 30
+                    while not (folder / "munge.socket").exists():  # what the others ask first
+                        assert time.monotonic() < end, (folder / "daemons.log").read_text()
+                        time.sleep(0.1)
             while (states := idle_nodes(env)) != {"n1", "n2"}:
                 assert time.monotonic() < end, f"{states}: {(folder / 'daemons.log').read_text()}"
                 time.sleep(0.2)

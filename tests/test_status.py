@@ -381,7 +381,7 @@ CLIENT = """
 import sys
 from headway.cluster import control
 from headway.cluster.cli import main
-control.ANSWER_DEADLINE_S = 1.0
+control.ANSWER_DEADLINE_S = float(sys.argv.pop(1))
 main()
 """
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
@@ -412,9 +412,9 @@ def driver(address: str, name: str, behaviour: str) -> Iterator[subprocess.Popen
         process.communicate()
 
 
-def client(address: str, *arguments: str) -> tuple[int, str]:
+def client(address: str, *arguments: str, deadline_s: float = 30) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", CLIENT, *arguments, f"--address={address}"],
+        [sys.executable, "-P", "-c", CLIENT, str(deadline_s), *arguments, f"--address={address}"],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
@@ -464,12 +464,12 @@ def test_a_run_is_asked_to_end_and_is_gone_when_stop_says_so(address: str) -> No
 
 def test_a_driver_that_hangs_keeps_its_run_until_it_is_taken_from_it(address: str) -> None:
     with driver(address, "silent", "hangs") as process:
-        code, text = client(address, "status", "silent")
+        code, text = client(address, "status", "silent", deadline_s=1)
         assert code == 0 and "silent  does not answer" in text and f"process {process.pid}" in text
-        code, text = client(address, "stop", "silent")
+        code, text = client(address, "stop", "silent", deadline_s=1)
         assert code == 2 and "headway stop silent --now" in text and text.count("\n") == 1, text
         assert len(holdings("silent").groups) == 2
-        code, text = client(address, "stop", "silent", "--now")
+        code, text = client(address, "stop", "silent", "--now", deadline_s=1)
         assert code == 0 and f"it is process {process.pid} on" in text, text
         assert not holdings("silent").groups and process.poll() is None
 
@@ -477,7 +477,7 @@ def test_a_driver_that_hangs_keeps_its_run_until_it_is_taken_from_it(address: st
 def test_a_killed_driver_leaves_nothing(address: str) -> None:
     with driver(address, "killed", "answers") as process:
         watching = subprocess.Popen(
-            [sys.executable, "-P", "-c", CLIENT, "top", "killed", f"--address={address}"],
+            [sys.executable, "-P", "-c", CLIENT, "30", "top", "killed", f"--address={address}"],
             env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             text=True,

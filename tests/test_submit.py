@@ -36,7 +36,7 @@ from headway.cluster.submit import build_wheel
 from headway.core.config import Config, parse_config
 from headway.core.errors import ClusterError, ConfigError
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1200)
 TOKEN = "6f9619ff8b86d011b42d00c04fc964ff6f9619ff8b86d011b42d00c04fc964ff"
 START_S = 120.0
 STEP_S = 180.0

@@ -18,7 +18,7 @@ from headway.core.config import parse_config
 from headway.core.errors import SchemaError
 from headway.core.rollouts import build
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 class Doubling:

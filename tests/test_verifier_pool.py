@@ -123,7 +123,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def eventually(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end
@@ -170,7 +170,7 @@ def test_a_hanging_item_is_0_and_the_others_unaffected(response: str) -> None:
         pool.score(items[:2])
         started = time.perf_counter()
         results = pool.score_timed(items)
-        assert time.perf_counter() - started < 10.0
+        assert time.perf_counter() - started < 30.0
         verdicts = [verdict for verdict, _ in results]
         assert (verdicts[11].score, verdicts[11].reason) == (0.0, "timeout")
         assert results[11][1] >= 1.0
@@ -238,7 +238,7 @@ def test_prints_do_not_reach_the_protocol(capfd: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.usefixtures("hostile")
 def test_children_of_a_verifier_end_with_it(tmp_path: Path) -> None:
-    with VerifierPool(1, 0.5, 512) as pool:
+    with VerifierPool(1, 2.0, 512) as pool:
         (verdict,) = pool.score([Item("hostile", None, f"child {tmp_path / 'pid'}")])
         assert verdict.reason == "timeout"
         child = int((tmp_path / "pid").read_text())
@@ -254,7 +254,7 @@ def test_killed_processes_are_replaced(victim: str) -> None:
         scored = threads.submit(pool.score, [Item("hostile", None, "sleep 0.4"), *sums(3)])
         time.sleep(0.1)
         os.kill(nursery if victim == "nursery" else workers.pop(), signal.SIGKILL)
-        assert [verdict.score for verdict in scored.result(10)] == [1.0, 0.0, 1.0, 1.0]
+        assert [verdict.score for verdict in scored.result(30)] == [1.0, 0.0, 1.0, 1.0]
         os.kill(nursery_and_workers(1)[1].pop(), signal.SIGKILL)  # idle
         assert [verdict.score for verdict in pool.score(sums(3))] == [0.0, 1.0, 1.0]
 
@@ -277,8 +277,8 @@ def test_close_releases_waiting_callers_and_ends_all_processes() -> None:
     started = time.perf_counter()
     pool.close()
     for thread in threads:
-        thread.join(5)
-    assert time.perf_counter() - started < 10.0
+        thread.join(30)
+    assert time.perf_counter() - started < 30.0
     assert raised == [Closed] * 3
     assert not any(map(is_alive, {nursery, *workers}))
     with pytest.raises(Closed):
@@ -301,7 +301,7 @@ def test_no_process_survives_a_killed_parent() -> None:
         (nursery,) = children(parent.pid)
         (worker,) = children(nursery)
         parent.kill()
-        parent.wait(5)
+        parent.wait(30)
         eventually(lambda: not is_alive(nursery) and not is_alive(worker))
 
 
