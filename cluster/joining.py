@@ -72,6 +72,8 @@ def connect(config: Config) -> None:
 def join(address: str, run: str, **options: Any) -> None:
     """Connects this process to Ray, in a run's namespace. Raises `ClusterError`."""
     logging.getLogger("ray").setLevel(logging.ERROR)
+    # Whoever waits for a call is told how it fails. Ray would also print the traceback of one that was given up.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if address == "auto":
         address = _found()
     # Ray does not say that a cluster wants the token of this machine. Where it wants none, a driver that shows one cannot

@@ -353,6 +353,7 @@ def test_everything_is_killed_once_and_every_prompt_is_trained_once(
     finally:
         process.kill()
     assert re.search(r"learner 0 died.*: going on from version-\d+ \(restart 1 of 3\)", log.read_text())
+    assert "Unhandled error" not in log.read_text()
     stopped = steps_of(folder)[-1]["version"]
 
     fewer = ["generation.replicas=1", f"run.steps={stopped + 4}"]
