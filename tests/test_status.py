@@ -428,7 +428,7 @@ def test_what_a_driver_left_behind_is_removed_and_nothing_else(address: str) -> 
         assert (left.wait(30), neighbour.wait(30)) == (0, 0)
         while holdings("left").driver or holdings("left-over").driver:
             time.sleep(0.1)
-        code, text = client(address, "status", "left")
+        code, text = client(address, "status", "left", deadline_s=1)
         assert code == 0 and "its driver is gone  and has left 1 actors" in text, text
         code, text = client(address, "stop", "left")
         assert code == 0, text
