@@ -52,16 +52,16 @@ def main() -> None:
     data = Dataset.from_list(
         [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in rows]
     )
-    dtype = json.loads((run / "config.json").read_text())["model"]["dtype"]
+    demo = json.loads((run / "config.json").read_text())
     config = GRPOConfig(
         output_dir="/tmp/trl-out",
         per_device_train_batch_size=64,
         num_generations=8,
         max_completion_length=24,
-        learning_rate=3e-5,
+        learning_rate=demo["learner"]["learning_rate"],
         lr_scheduler_type="constant",
         beta=0.0,
-        bf16=dtype == "bfloat16",
+        bf16=demo["model"]["dtype"] == "bfloat16",
         use_cpu=True,
         max_steps=STEPS,
         logging_steps=1,
