@@ -44,7 +44,7 @@ RECIPE: dict[str, Any] = {
         "steps": 1000,
         "prompts_per_step": 16,
         "learning_rate": 3e-3,
-        "dtype": "float32",  # many a CPU multiplies bfloat16 ten times as slowly
+        "dtype": "float32",  # many a CPU multiplies bfloat16 eight times as slowly
         "seed": 0,
         "answers": 1,
     },

@@ -67,12 +67,12 @@ def test_three_estimates_of_one_kl() -> None:
     assert f"{(policy * (policy / reference).log()).sum():.4f}" == "0.0502"
     sampled = torch.multinomial(policy, 100_000, replacement=True)
     log_ratio = reference[sampled].log() - policy[sampled].log()
-    expected = {"k1": (0.0497, 0.3221, 0.44), "k2": (0.0531, 0.0744, 0.0), "k3": (0.0505, 0.0697, 0.0)}
+    expected = {"k1": (0.0497, 0.3221, "44%"), "k2": (0.0531, 0.0744, "0%"), "k3": (0.0505, 0.0697, "0%")}
     for name, estimate in ESTIMATES.items():
         value, (mean, std, negative) = estimate(log_ratio), expected[name]
         # Other instructions of a CPU round the seeded logits otherwise, and a few samples out of 100,000 with them.
         assert [value.mean().item(), value.std().item()] == pytest.approx([mean, std], abs=2e-4), name
-        assert (value < 0).float().mean().item() == pytest.approx(negative, abs=0.005), name
+        assert f"{(value < 0).float().mean():.0%}" == negative, name
 
 
 # ---- ratios of tokens, products and geometric means

@@ -73,7 +73,7 @@ def reward_run(root: Path, data: Path, tmp_path_factory: pytest.TempPathFactory,
     finally:
         process.kill()
     assert "resumed at version 15" in log.read_text()
-    assert re.search(r"going on from version-000000[234]0 \(restart 1 of 3\)", log.read_text())
+    assert "going on from version-00000020 (restart 1 of 3)" in log.read_text()
     before, after = re.findall(r"metrics at http://localhost:(\d+)/", log.read_text())
     assert before == after
     assert "Accuracy, share of pairs" in (folder / "rm" / "report.html").read_text()

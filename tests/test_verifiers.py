@@ -325,7 +325,7 @@ def test_huge_answers_are_wrong_at_once(answer: str) -> None:
     verdict = verify("math", "5", f"\\boxed{{{answer}}}", {})
     assert verdict.score == 0
     assert verdict.reason in ("wrong", "too_large")
-    assert time.perf_counter() - started < 5.0
+    assert time.perf_counter() - started < 1.0
 
 
 @pytest.mark.parametrize(
